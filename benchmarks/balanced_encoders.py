@@ -44,9 +44,9 @@ from support.cases.balance_arms import (
     IMAGES,
     PLAIN,
     Arm,
+    ArmChoice,
+    BatchCounts,
     BatchSample,
-    Choice,
-    Counts,
     Setup,
     balanced_arm,
     choose_arms,
@@ -90,9 +90,9 @@ ENCODER_SHARE = 0.7
 MANY_RANKS = 1024
 QUIET = 0.3
 SIMULATED = {
-    "full": Counts(200, 40, 20, 4),
-    "quick": Counts(3, 0, 0, 0),
-    "tiny": Counts(1, 0, 0, 0),
+    "full": BatchCounts(200, 40, 20, 4),
+    "quick": BatchCounts(3, 0, 0, 0),
+    "tiny": BatchCounts(1, 0, 0, 0),
 }
 """Numbers of simulated batches. A searched schedule takes about 10 s of CPU time."""
 
@@ -366,12 +366,12 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
         return
     counts = SIMULATED[size]
     if case.images is not None:  # only the comparison without a pipeline
-        counts = Counts(counts.plain, 0, 0, 0)
+        counts = BatchCounts(counts.plain, 0, 0, 0)
     recipe = case.recipe()
     model = recipe_model(recipe)
     profile = load_profile(recipe.simulation.device)
     arms: dict[str, Arm] = {}
-    choices: list[Choice] = []
+    choices: list[ArmChoice] = []
     for is_even in (False, True) if case.images is None else (False,):
         packed = draw_batches(case, recipe, max(counts), is_even)
         batches = [BatchSample(recipe, model, packs) for packs in packed.batches]

@@ -52,7 +52,7 @@ from support.sleepers import (
     TOWER_LAYERS,
     WIDTH,
     OurSleep,
-    Work,
+    SleepWork,
     chain_modules,
     durations,
     message_rows,
@@ -115,7 +115,7 @@ class Chain:
 
     virtual: int
 
-    def plan(self, work: Work, index: int) -> Planned:
+    def plan(self, work: SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_balanced_layout(chain_modules(work), RANKS, self.virtual)
@@ -133,7 +133,7 @@ class Front:
 
     virtual: int
 
-    def plan(self, work: Work, index: int) -> Planned:
+    def plan(self, work: SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_layout(chain_modules(work), RANKS, self.virtual)
@@ -159,7 +159,7 @@ class Colocated:
     virtual: int
     images: int
 
-    def plan(self, work: Work, index: int) -> Planned:
+    def plan(self, work: SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         config = ParallelConfig(
             pipeline=RANKS,
@@ -182,7 +182,7 @@ class Outside:
 
     filled: Colocated
 
-    def plan(self, work: Work, index: int) -> Planned:
+    def plan(self, work: SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         graph, order = self.filled.plan(work, index)
         return Planned(graph, outside(order, graph))
@@ -214,7 +214,7 @@ class PlannedSleep(OurSleep):
         return plan
 
 
-def played_s(work: Work, choice: Choice | Made) -> float:
+def played_s(work: SleepWork, choice: Choice | Made) -> float:
     """Return the simulated time of all steps in seconds."""
     total = 0.0
     for index in range(len(work.images)):
@@ -232,11 +232,11 @@ class Made:
     steps: tuple[Planned, ...]
 
     @classmethod
-    def of(cls, choice: Choice, work: Work) -> Made:
+    def of(cls, choice: Choice, work: SleepWork) -> Made:
         """Return the choice with the plans of all steps."""
         return cls(choice, tuple(choice.plan(work, i) for i in range(len(work.images))))
 
-    def plan(self, work: Work, index: int) -> Planned:
+    def plan(self, work: SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         return self.steps[index]
 
@@ -244,13 +244,13 @@ class Made:
         return str(self.choice)
 
 
-def load_nap(nap: Nap, layer_s: float) -> Work:
+def load_nap(nap: Nap, layer_s: float) -> SleepWork:
     """Return the first step of a case, with the image counts of real documents."""
-    every = load_work(Setting(layer_s, nap.microbatches, 1, 1, 0, 1))
-    mean_images = mean(every.images[0])
+    work = load_work(Setting(layer_s, nap.microbatches, 1, 1, 0, 1))
+    mean_images = mean(work.images[0])
     forward = 1 if nap.frozen else 3  # units of work: forward pass 1, backward pass 2
     tower_s = nap.tower_share / (1 - nap.tower_share) * 3 / forward * LLM_LAYERS * layer_s
-    return Work(every.images, layer_s, tower_s / TOWER_LAYERS / mean_images, nap.frozen)
+    return SleepWork(work.images, layer_s, tower_s / TOWER_LAYERS / mean_images, nap.frozen)
 
 
 def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
@@ -269,7 +269,7 @@ def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
     }
 
 
-def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
+def best_plans(nap: Nap, work: SleepWork) -> dict[str, Made]:
     """Return the fastest plan of each method in the simulation, by name."""
     best = {}
     for name, every in candidates(nap.virtual).items():
@@ -280,7 +280,7 @@ def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
     return {**best, UNFILLED: Made(Outside(filled.choice), unfilled)}  # type: ignore[arg-type]
 
 
-def run_rank(work: Work, plans: dict[str, Made], runs: int, patience_s: float) -> Comparison:
+def run_rank(work: SleepWork, plans: dict[str, Made], runs: int, patience_s: float) -> Comparison:
     """Measure all plans on this rank. Collective."""
     programs = [PlannedSleep(name, work, made) for name, made in plans.items()]
     return Stopwatch(patience_s, QUIET).compare(programs, len(work.images), runs)
@@ -301,7 +301,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
         yield compared(case, comparison, GOALS["sleep"]) + played_rows(case, work, plans)
 
 
-def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
+def played_rows(case: str, work: SleepWork, plans: dict[str, Made]) -> list[Row]:
     """Return speedups of simulated makespans."""
     times_s = {name: played_s(work, made) for name, made in plans.items()}
     return [

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from support.harness import Row, describe_machine, make_parser, report
 from support.models.pipeline_model import Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
-from support.sleepers import WIDTH, ShardedSleeper, SleepStage, Work, message_rows
+from support.sleepers import WIDTH, ShardedSleeper, SleepStage, SleepWork, message_rows
 
 from torchmm.balance.disttrain.reordering.groups import balance_groups
 from torchmm.balance.disttrain.reordering.microbatches import reorder_microbatches
@@ -121,7 +121,7 @@ def chain(modules: Sequence[str] = ("tower", "rest"), parts: Sequence[str] = ())
 class SleepingPipelines:
     """Program that runs two pipelines with one arrangement. Plans are made in advance."""
 
-    def __init__(self, mode: str, work: Work, channels: P2PChannels) -> None:
+    def __init__(self, mode: str, work: SleepWork, channels: P2PChannels) -> None:
         self.name = mode
         group, place = divmod(dist.get_rank(), PIPELINE)
         self.images, self.plans = [], []
@@ -206,7 +206,7 @@ class SleepingShards:
         model: Layers that sleep.
     """
 
-    def __init__(self, name: str, order: str, work: Work, model: ShardedSleeper) -> None:
+    def __init__(self, name: str, order: str, work: SleepWork, model: ShardedSleeper) -> None:
         self.name, self.model = name, model
         self.llm_s = work.forward_s(0, LLM_LAYERS, 0)
         self.steps: list[list[tuple[float, Counts | None]]] = []
@@ -218,7 +218,9 @@ class SleepingShards:
             self.steps.append([self._microbatch(order, work, own_R) for own_R in images_MR])
 
     @staticmethod
-    def _microbatch(order: str, work: Work, images_R: list[int]) -> tuple[float, Counts | None]:
+    def _microbatch(
+        order: str, work: SleepWork, images_R: list[int]
+    ) -> tuple[float, Counts | None]:
         rank, counts = dist.get_rank(), None
         encoded = images_R[rank]
         if order == "balanced images":
@@ -259,7 +261,7 @@ def run_shards(setting: Setting) -> Comparison:
     rng = np.random.default_rng(SEED)
     images = [draw_images(rng, SHARDS * setting.microbatches) for _ in range(setting.steps)]
     average = mean(count for step in images for count in step)
-    work = Work(images, setting.llm_s / LLM_LAYERS, setting.llm_s / (TOWER_LAYERS * average))
+    work = SleepWork(images, setting.llm_s / LLM_LAYERS, setting.llm_s / (TOWER_LAYERS * average))
     model = ShardedSleeper(SHARDED_LAYERS)
     programs = [SleepingShards(order, order, work, model) for order in SHARD_ORDERS]
     return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
@@ -270,7 +272,7 @@ def run_sleeping(setting: Setting) -> Comparison:
     images = load_images(setting.steps, GROUPS * setting.microbatches)
     layer_s = setting.llm_s / LLM_LAYERS
     average = mean(count for step in images for count in step)
-    work = Work(images, layer_s, setting.llm_s / (TOWER_LAYERS * average))
+    work = SleepWork(images, layer_s, setting.llm_s / (TOWER_LAYERS * average))
     first = dist.get_rank() // PIPELINE * PIPELINE
     channels = P2PChannels(torch.device("cpu"), range(first, first + PIPELINE), 120)
     channels.warm_up(channel_pairs(chain()))

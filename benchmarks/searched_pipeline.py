@@ -40,7 +40,7 @@ from support import sleepers
 from support.cases import pipeline_model_case as model_case
 from support.cases import pipeline_sleep_case as sleep_case
 from support.cases import planning_beside
-from support.cases.pipeline_model_case import Choice, Costs, OurProgram
+from support.cases.pipeline_model_case import Costs, OurProgram, ProgramChoice
 from support.cases.planning_beside import ALL, SearchedChoice
 from support.harness import Row, run_cases
 from support.models.pipeline_model import IMAGE_TOKENS, SEED, Size, load_steps, steps_of
@@ -98,7 +98,7 @@ CHAINS = ("megatron", "balanced")
 
 
 @dataclass(frozen=True)
-class MegatronChoice(Choice):
+class MegatronChoice(ProgramChoice):
     """Placement of Megatron-LM with the 1F1B schedule."""
 
     def config(self) -> ParallelConfig:
@@ -120,7 +120,7 @@ class PlannedProgram(OurProgram):
         name: str,
         model: MultimodalModel,
         steps: Sequence[Sequence[Microbatch]],
-        choice: Choice,
+        choice: ProgramChoice,
         mesh: ParallelMesh,
         rates: Mapping[ActionKind, float],
     ) -> None:
@@ -184,10 +184,10 @@ def run_model_rank(setting: model_case.Setting, varied: bool) -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(pipeline=model_case.RANKS), torch.device("cpu"))
     watch = Stopwatch(setting.patience_s, model_case.QUIET)
     typical = steps[:TYPICAL]
-    timed = [OurProgram("", model, typical, Choice(1, 1, n), mesh) for n in setting.images]
+    timed = [OurProgram("", model, typical, ProgramChoice(1, 1, n), mesh) for n in setting.images]
     costs = Costs(descriptions, timed, watch)
 
-    def make(name: str, choice: Choice) -> PlannedProgram:
+    def make(name: str, choice: ProgramChoice) -> PlannedProgram:
         return PlannedProgram(name, model, steps, choice, mesh, costs.rates(choice))
 
     static = model_case.choose_ours(setting, costs, watch, partial(make, SEPARATED))
@@ -243,17 +243,17 @@ def model_rows(case: str, found: Mapping[str, Any]) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class SleepSeparated(sleepers.Choice):
+class SleepSeparated(sleepers.SleepChoice):
     """Separated segments with the separated schedule."""
 
-    def plan(self, work: sleepers.Work, index: int) -> Planned:
+    def plan(self, work: sleepers.SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         graph = self.graph(work, index)
         return Planned(graph, separated(graph, sleepers.durations(graph, work, index)))
 
 
 @dataclass(frozen=True)
-class SleepSearched(sleepers.Choice):
+class SleepSearched(sleepers.SleepChoice):
     """Separated segments with searched schedules.
 
     Attributes:
@@ -262,7 +262,7 @@ class SleepSearched(sleepers.Choice):
 
     evaluations: int = EVALUATIONS
 
-    def plan(self, work: sleepers.Work, index: int) -> Planned:
+    def plan(self, work: sleepers.SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         graph = self.graph(work, index)
         search = SearchConfig(evaluations=self.evaluations)
@@ -275,7 +275,7 @@ class SleepSearched(sleepers.Choice):
 class SleepMegatron:
     """Placement of Megatron-LM with the 1F1B schedule."""
 
-    def plan(self, work: sleepers.Work, index: int) -> Planned:
+    def plan(self, work: sleepers.SleepWork, index: int) -> Planned:
         """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_layout(sleepers.chain_modules(work), sleepers.RANKS, 1)
@@ -286,7 +286,7 @@ class SleepMegatron:
 SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
 
 
-def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
+def sleep_candidates(work: sleepers.SleepWork, tried: int) -> tuple[dict[str, list[Any]], list]:
     """Return the fastest simulated choices of torchmm plans and splits of PyTorch schedules."""
     sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
     if tried == 1:  # --quick
@@ -309,7 +309,7 @@ def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[An
 
 def run_sleep_rank(
     setting: sleep_case.Setting,
-    work: sleepers.Work,
+    work: sleepers.SleepWork,
     chosen: dict[str, list[SleepChoice]],
     splits: list,
 ) -> dict[str, Any]:
@@ -351,14 +351,14 @@ def varied_images(steps: int, microbatches: int) -> list[list[int]]:
     return found
 
 
-def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
+def varied_work(setting: sleep_case.Setting) -> sleepers.SleepWork:
     """Return varied batches for sleeping ranks, with the encoder fraction of the other cases."""
     steps = varied_images(setting.steps, setting.microbatches)
     layer_s = setting.layer_s
     share = sleep_case.TOWER_SHARE
     per_tower = share / (1 - share) * sleepers.LLM_LAYERS * layer_s
     image_s = per_tower / sleepers.TOWER_LAYERS / (MOST_IMAGES / 2)
-    return sleepers.Work(steps, layer_s, image_s)
+    return sleepers.SleepWork(steps, layer_s, image_s)
 
 
 def run_varied(size: str) -> Iterator[list[Row]]:

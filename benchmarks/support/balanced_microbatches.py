@@ -32,16 +32,18 @@ def balanced_microbatch(
     drawn: GeneratorInputs | None = None
     for number, name in enumerate(balance.names):
         of_images = assigned.owners.owners_I[assigned.modules_I == number]
-        every = [
+        images = [
             (m.generator if name == GENERATOR else m.encoders[name]).select(range(i, i + 1))
             for m in microbatches
             for i in range(m.meta.images_of(name))
         ]
-        own = [image for image, owner in zip(every, of_images, strict=True) if owner == rank]
-        if own and name == GENERATOR:
-            drawn = _joined_drawings(own)
-        elif own:
-            read[name] = _joined(own)
+        assigned_images = [
+            image for image, owner in zip(images, of_images, strict=True) if owner == rank
+        ]
+        if assigned_images and name == GENERATOR:
+            drawn = _joined_drawings(assigned_images)
+        elif assigned_images:
+            read[name] = _joined(assigned_images)
     microbatch = microbatches[rank]
     values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     shown = {name: inputs.without_pixels() for name, inputs in microbatch.encoders.items()}

@@ -199,14 +199,14 @@ def run_cases(
     torch.set_num_threads(1)
     print(f"machine: {describe_machine(torch.device('cpu'))}")
     print(conditions)
-    found: list[Row] = []
+    new_rows: list[Row] = []
     for case in arguments.cases:
         for rows in cases[case](size):
             report(f"{title}: {case}", rows, None)
-            found += rows
+            new_rows += rows
             if arguments.json is not None:
-                others = kept_rows(arguments.json, {row.case for row in found})
-                write_rows(others + found, arguments.json)
+                kept = kept_rows(arguments.json, {row.case for row in new_rows})
+                write_rows(kept + new_rows, arguments.json)
 
 
 def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:

@@ -52,8 +52,8 @@ def solve_exactly(
     choice_N = result.x.reshape(pairs, candidates).argmax(1)
     if not problem.fits(choice_N):  # within HiGHS' tolerance, but not within memory
         return known
-    found = TuningSolution(choice_N, problem.extra_ms(choice_N), max(0.0, result.mip_dual_bound))
-    return known if known is not None and known.extra_ms <= found.extra_ms else found
+    solution = TuningSolution(choice_N, problem.extra_ms(choice_N), max(0.0, result.mip_dual_bound))
+    return known if known is not None and known.extra_ms <= solution.extra_ms else solution
 
 
 def _memory_rows(problem: TuningProblem) -> tuple[sparse.csr_matrix, np.ndarray]:
@@ -104,7 +104,7 @@ def _not_implied(problem: TuningProblem, tight: Int64s) -> list[int]:
     turns |= set((problem.middle_N[problem.end_N > problem.middle_N] + 1).tolist())
     begins = set(problem.start_N.tolist())
     ends = set((problem.end_N + 1).tolist())
-    found = []
+    indices = []
     for index, position in enumerate(tight.tolist()):
         free = problem.free_bytes_T[position]
         after, before = position + 1, position - 1
@@ -121,5 +121,5 @@ def _not_implied(problem: TuningProblem, tight: Int64s) -> list[int]:
             and problem.free_bytes_T[before] < free  # not both by each other
         )
         if not implied:
-            found.append(index)
-    return found
+            indices.append(index)
+    return indices

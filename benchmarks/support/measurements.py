@@ -7,15 +7,15 @@ from statistics import mean
 from torchmm.balance.costs.calibration import Measured, Measurements
 
 
-def mean_measurements(*found: Measurements) -> Measurements:
+def mean_measurements(*measurements: Measurements) -> Measurements:
     """Return the means of repeated calibrations, for devices whose speed changes over time."""
-    first = found[0]
-    operators = zip(*(own.operators for own in found), strict=True)
-    layers = zip(*(own.layers for own in found), strict=True)
-    working = zip(*(own.working for own in found), strict=True)
+    first = measurements[0]
+    operators = zip(*(measurement.operators for measurement in measurements), strict=True)
+    layers = zip(*(measurement.layers for measurement in measurements), strict=True)
+    working = zip(*(measurement.working for measurement in measurements), strict=True)
     return Measurements(
         [Measured(same[0].operator, mean(m.seconds for m in same)) for same in operators],
-        {kind: mean(own.tiny[kind] for own in found) for kind in first.tiny},
+        {kind: mean(measurement.tiny[kind] for measurement in measurements) for kind in first.tiny},
         [(same[0][0], mean(seconds for _, seconds in same)) for same in layers],
         [
             same[0]._replace(
@@ -25,7 +25,9 @@ def mean_measurements(*found: Measurements) -> Measurements:
             for same in working
         ],
         {
-            name: own._replace(seconds=mean(other.split[name].seconds for other in found))
-            for name, own in first.split.items()
+            name: measurement._replace(
+                seconds=mean(other.split[name].seconds for other in measurements)
+            )
+            for name, measurement in first.split.items()
         },
     )

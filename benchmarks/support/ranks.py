@@ -43,19 +43,19 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     ]
     for process in world:
         process.start()
-    found = {}
+    values = {}
     try:
         for _ in world:
             rank, passed, value = results.get()
             if not passed:
                 raise RankFailedError(f"rank {rank}:\n{value}")
-            found[rank] = value
+            values[rank] = value
         for process in world:
             process.join()
     finally:
         for process in world:
             process.kill()
-    return found[0]
+    return values[0]
 
 
 def _main(
@@ -131,20 +131,20 @@ class Comparison:
 
         Args:
             case: Name of the case.
-            ours: Name of the program.
+            ours: Name of the program of torchmm.
             goals: Maps the name of a baseline to the goal of the speedup. None means no goal.
         """
-        made = []
+        table = []
         for name, goal in goals.items():
             times = self.wall_s(ours), self.wall_s(name)
             idle = self.idle_share(ours), self.idle_share(name)
             ratio = self.speed_ratio(ours, name)
-            made += [
+            table += [
                 Row(case, f"speedup, {name}", "x", ratio, 1.0, goal=goal),
                 Row(case, f"step time, {name}", "s", *times, better="lower"),
                 Row(case, f"idle fraction, {name}", "fraction", *idle, better="lower"),
             ]
-        return made
+        return table
 
     def __str__(self) -> str:
         others = max(t.others for times in self.times.values() for t in times)
@@ -154,12 +154,12 @@ class Comparison:
         )
 
 
-def print_choices(case: str, found: Mapping[str, Any]) -> None:
+def print_choices(case: str, results: Mapping[str, Any]) -> None:
     """Print the `images`, `choices` and `comparison` of the results of a case."""
-    print(f"{case}: images per microbatch, by step: {found['images']}")
-    for name, choice in found["choices"].items():
+    print(f"{case}: images per microbatch, by step: {results['images']}")
+    for name, choice in results["choices"].items():
         print(f"{case}: {name}: {choice}")
-    print(f"{case}: {found['comparison']}")
+    print(f"{case}: {results['comparison']}")
 
 
 class Stopwatch:

@@ -43,7 +43,7 @@ ACTION_S = 1e-3
 
 
 @dataclass(frozen=True)
-class Work:
+class SleepWork:
     """Image counts (step, microbatch) and layer times of a benchmark case."""
 
     images: list[list[int]]
@@ -143,7 +143,7 @@ class ChainSleeper(Sleeper):
 class StockSleep:
     """Program that runs steps under a PyTorch schedule."""
 
-    def __init__(self, name: str, work: Work, split: Split) -> None:
+    def __init__(self, name: str, work: SleepWork, split: Split) -> None:
         self.name, self.work, self.split = name, work, split
         self.images: list[int] = []
         self.max_images = max(count for step in work.images for count in step)
@@ -170,7 +170,7 @@ class StockSleep:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SleepChoice:
     """Recipe settings of separated modules."""
 
     tower_segments: int
@@ -184,7 +184,7 @@ class Choice:
             f"{self.images} images per sub-microbatch"
         )
 
-    def graph(self, work: Work, index: int) -> StageGraph:
+    def graph(self, work: SleepWork, index: int) -> StageGraph:
         """Return the task graph of a step."""
         segments = {"vision": self.tower_segments, "llm": self.llm_segments}
         layout = separated_layout(chain_modules(work), RANKS, segments)
@@ -197,7 +197,7 @@ class Choice:
 class SleepStage(PipelineStage):
     """Stage of the torchmm runtime. A microbatch is represented by its image count."""
 
-    def __init__(self, work: Work, tower: int, llm: int) -> None:
+    def __init__(self, work: SleepWork, tower: int, llm: int) -> None:
         super().__init__(Sleeper().requires_grad_(not (tower and work.frozen)))
         self.work, self.tower, self.llm = work, tower, llm
 
@@ -230,7 +230,7 @@ def message_rows(task: Task, graph: StageGraph, images: int) -> int:
 class OurSleep:
     """Program that runs steps with the torchmm runtime. All plans are made in advance."""
 
-    def __init__(self, name: str, work: Work, choice: Choice) -> None:
+    def __init__(self, name: str, work: SleepWork, choice: SleepChoice) -> None:
         self.name, self.work, self.choice = name, work, choice
         self.plans = [self._plan(index) for index in range(len(work.images))]
         layout = self.plans[0].graph.layout
@@ -272,7 +272,7 @@ def layers_of(module: str, layers: int) -> tuple[int, int]:
     return (layers, 0) if module == "vision" else (0, layers)
 
 
-def durations(graph: StageGraph, work: Work, index: int) -> Callable[[Action], float]:
+def durations(graph: StageGraph, work: SleepWork, index: int) -> Callable[[Action], float]:
     """Return a function that maps the actions of a step to their durations in seconds."""
 
     def seconds(action: Action) -> float:
@@ -285,7 +285,7 @@ def durations(graph: StageGraph, work: Work, index: int) -> Callable[[Action], f
     return seconds
 
 
-def chain_modules(work: Work) -> list[ModuleLayers]:
+def chain_modules(work: SleepWork) -> list[ModuleLayers]:
     """Return the modules with the layer costs of an average microbatch."""
     images = mean(count for step in work.images for count in step)
     images /= 3 if work.frozen else 1  # frozen: only the forward pass remains of 1 + 2 units

@@ -146,13 +146,13 @@ def slow_group() -> tuple[dist.ProcessGroup, Link]:
     The speed of the link is unlimited until `s_per_byte` is set.
     """
     inner = dist.new_group(backend="gloo")
-    made: list[SlowGroup] = []
+    groups: list[SlowGroup] = []
 
     def create(store: Any, rank: int, ranks: int, timeout: timedelta) -> SlowGroup:
-        made.append(SlowGroup(rank, ranks, inner))
-        return made[-1]
+        groups.append(SlowGroup(rank, ranks, inner))
+        return groups[-1]
 
     if "SLOW" not in vars(dist.Backend):
         dist.Backend.register_backend("slow", create, devices=["cpu"])
     group = dist.new_group(backend="slow")
-    return group, made[-1].link
+    return group, groups[-1].link

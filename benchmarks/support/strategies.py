@@ -29,7 +29,7 @@ class RandomSearch(Strategy):
     """Random permutations of groups."""
 
     def advance(self, evaluations: int, share: float) -> None:
-        """See `Strategy`."""
+        """Evaluate orders, as described in `Strategy`."""
         for _ in range(evaluations):
             groups = self.rng.permutation(len(self.dispatcher.groups))
             self.evaluator.score(self.dispatcher.order_of_groups(groups.tolist()))
@@ -43,7 +43,7 @@ class DepthFirst(Strategy):
         self.groups = list(range(len(self.dispatcher.groups)))
 
     def advance(self, evaluations: int, share: float) -> None:
-        """See `Strategy`."""
+        """Evaluate orders, as described in `Strategy`."""
         for _ in range(evaluations):
             if not _next_permutation(self.groups):
                 self.evaluator.exhausted = True
@@ -86,7 +86,7 @@ class TreeSearch(Strategy):
         self.root = _Node()
 
     def advance(self, evaluations: int, share: float) -> None:
-        """See `Strategy`."""
+        """Evaluate orders, as described in `Strategy`."""
         target = self.evaluator.evaluations + evaluations
         while self.evaluator.evaluations < target:
             prefix, path = self._select()
@@ -97,7 +97,7 @@ class TreeSearch(Strategy):
                 node.score = max(node.score, score)
 
     def _select(self) -> tuple[list[int], list[_Node]]:
-        """Descend to a node with a missing child, add a child, and return its prefix and path."""
+        """Return prefix and path of a new child, which is added to a node with a missing child."""
         node = self.root
         path = [self.root]
         prefix: list[int] = []

@@ -130,14 +130,14 @@ class SubgraphCache:
             SimulationError: A duration or size is negative or not a number, or an index is out of
                 range or part of a cycle.
         """
-        found = self._results.get(subgraph)
-        if found is not None:
+        result = self._results.get(subgraph)
+        if result is not None:
             self.reused += 1
-            return found
-        found = self._simulate(subgraph)
-        self._results[subgraph] = found
+            return result
+        result = self._simulate(subgraph)
+        self._results[subgraph] = result
         self.simulated += 1
-        return found
+        return result
 
     def _simulate(self, subgraph: Subgraph) -> SubgraphResult:
         graph = OperatorGraph()

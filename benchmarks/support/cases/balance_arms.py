@@ -183,7 +183,7 @@ def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
     Args:
         data: Values of [data].
     """
-    encoders = [own.name for own in setup.batches[0].modules if own.kind == "encoder"]
+    encoders = [module.name for module in setup.batches[0].modules if module.kind == "encoder"]
     recipe = with_values(setup.recipe, "data", **data)
     is_long = recipe.training.sequence_length >= CONTEXT_TOKENS
     contexts = SIZES if is_long and data["balance"] == "none" else (1,)
@@ -301,7 +301,7 @@ class Arm:
         return sum(self.tokens[:batches]) / sum(self.steps_s[:batches])
 
 
-def run_arm(setup: Setup, choice: Choice, extra_ms: float = 0.0) -> Arm:
+def run_arm(setup: Setup, choice: ArmChoice, extra_ms: float = 0.0) -> Arm:
     """Return the results of an arm on the first batches.
 
     Args:
@@ -339,7 +339,7 @@ def paired_speed(arm: Arm, other: Arm) -> float:
     return arm.tokens_per_s(count) / other.tokens_per_s(count)
 
 
-class Counts(NamedTuple):
+class BatchCounts(NamedTuple):
     """Numbers of simulated batches by type of arm; 0 omits an arm."""
 
     plain: int
@@ -348,7 +348,7 @@ class Counts(NamedTuple):
     searched: int
 
 
-class Choice(NamedTuple):
+class ArmChoice(NamedTuple):
     """An arm before its steps are simulated.
 
     Attributes:
@@ -362,7 +362,7 @@ class Choice(NamedTuple):
     batches: int
 
 
-def choose_arms(setup: Setup, counts: Counts) -> Iterator[Choice]:
+def choose_arms(setup: Setup, counts: BatchCounts) -> Iterator[ArmChoice]:
     """Yield the fastest recipe of each arm for sequences as drawn."""
     for name, reorder, balance in (
         (PLAIN, "none", "none"),
@@ -371,28 +371,28 @@ def choose_arms(setup: Setup, counts: Counts) -> Iterator[Choice]:
     ):
         recipe = setup.fastest(plain_recipes(setup, reorder=reorder, balance=balance))
         if recipe is not None:
-            yield Choice(name, recipe, counts.plain)
+            yield ArmChoice(name, recipe, counts.plain)
     chain = separated = None
     if counts.chain:
         chain = setup.fastest(pipeline_recipes(setup, "megatron_balanced"))
     if chain is not None:
-        yield Choice(CHAIN, chain, counts.chain)
+        yield ArmChoice(CHAIN, chain, counts.chain)
     if counts.separated:
         separated = setup.fastest(pipeline_recipes(setup, "separated"))
     if separated is None:
         return
     searched = searched_recipe(setup, separated)
     segmented = with_values(searched, "parallel", schedule="separated")
-    yield Choice(SEPARATED, setup.fastest([separated, segmented]) or separated, counts.separated)
+    yield ArmChoice(SEPARATED, setup.fastest([separated, segmented]) or separated, counts.separated)
     if counts.searched:
-        yield Choice(SEARCHED, searched, counts.searched)
+        yield ArmChoice(SEARCHED, searched, counts.searched)
 
 
-def balanced_arm(choice: Choice) -> Choice | None:
+def balanced_arm(choice: ArmChoice) -> ArmChoice | None:
     """Return the arm with sequences packed by their work; None for arms without balanced data."""
     if choice.name in (PLAIN, SORTED):
         return None
     recipe = choice.recipe
     if choice.name != IMAGES:
         recipe = with_values(recipe, "data", reorder="both")
-    return Choice(choice.name + EVEN, recipe, choice.batches)
+    return ArmChoice(choice.name + EVEN, recipe, choice.batches)

@@ -23,7 +23,7 @@ from support.cases.balance_streams import Case, draw_batches
 from support.harness import Row
 from support.papers.paper_cells import in_one_chain
 from support.ranks import Comparison, Program, Stopwatch, run_ranks
-from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, Work
+from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, SleepWork
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.run_costs import run_costs
 from torchmm.costs.sizes import pack_sizes
@@ -60,7 +60,7 @@ SETTINGS = {
 }
 
 
-def draw_works(case: Case, setting: Setting) -> dict[bool, Work]:
+def draw_works(case: Case, setting: Setting) -> dict[bool, SleepWork]:
     """Return images per sequence and durations, by whether sequences are packed by their work.
 
     Durations of an image and of the text of a sequence have the ratio that the cost model gives
@@ -70,8 +70,10 @@ def draw_works(case: Case, setting: Setting) -> dict[bool, Work]:
     modules = [module.describe() for module in recipe_model(recipe).modality_modules()]
     one = in_one_chain(recipe, schedule="1f1b", pipeline=1, tensor=1, shard=1, virtual_stages=1)
     model = run_costs(resolve(one, 1), modules, load_profile(PROFILE))
-    drawn = {even: draw_batches(case, recipe, setting.batches, even) for even in (False, True)}
-    packs = drawn[False].batches[0]
+    batches_by_packing = {
+        even: draw_batches(case, recipe, setting.batches, even) for even in (False, True)
+    }
+    packs = batches_by_packing[False].batches[0]
     forward_ms = {}
     for module in modules:
         _, sizes = pack_sizes(module, packs)
@@ -83,18 +85,18 @@ def draw_works(case: Case, setting: Setting) -> dict[bool, Work]:
     image_s = scale * forward_ms["encoder"] / images / TOWER_LAYERS
     layer_s = scale * forward_ms["llm"] / len(packs) / LLM_LAYERS
     return {
-        even: Work([[m.image_count for m in b] for b in packed.batches], layer_s, image_s)
-        for even, packed in drawn.items()
+        even: SleepWork([[m.image_count for m in b] for b in packed.batches], layer_s, image_s)
+        for even, packed in batches_by_packing.items()
     }
 
 
-def make_plans(works: Mapping[bool, Work]) -> dict[str, tuple[bool, Made]]:
+def make_plans(works: Mapping[bool, SleepWork]) -> dict[str, tuple[bool, Made]]:
     """Return plans of all batches by name of the pipeline, with the packing of the sequences.
 
     Stages and segments are the fastest when the first batches are simulated.
     """
-    drawn = works[False]
-    typical = replace(drawn, images=drawn.images[:TYPICAL])
+    work = works[False]
+    typical = replace(work, images=work.images[:TYPICAL])
     sizes = [(tower, llm, images) for tower in (1, 2) for llm in (2, 4) for images in (4, 8)]
     candidates = {
         CHAIN: [Chain(1), Chain(2)],
@@ -113,7 +115,7 @@ def make_plans(works: Mapping[bool, Work]) -> dict[str, tuple[bool, Made]]:
 
 
 def run_rank(
-    setting: Setting, works: Mapping[bool, Work], plans: Mapping[str, tuple[bool, Made]]
+    setting: Setting, works: Mapping[bool, SleepWork], plans: Mapping[str, tuple[bool, Made]]
 ) -> Comparison:
     """Measure all programs on one rank."""
     model = ShardedSleeper(SHARDED_LAYERS)
@@ -121,7 +123,7 @@ def run_rank(
         SleepingShards(name, order, works[False], model) for name, order in ORDERS.items()
     ]
     programs.append(SleepingShards(IMAGES + EVEN, ORDERS[IMAGES], works[True], model))
-    programs += [PlannedSleep(name, works[even], made) for name, (even, made) in plans.items()]
+    programs += [PlannedSleep(name, works[even], steps) for name, (even, steps) in plans.items()]
     return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.batches, 1)
 
 
@@ -130,27 +132,31 @@ def run(case: Case, size: str) -> list[Row]:
     setting = SETTINGS[size]
     works = draw_works(case, setting)
     plans = make_plans(works)
-    for name, (_, made) in plans.items():
-        print(f"{case.name}, {name}: {made}")
-    found = run_ranks(run_rank, RANKS, setting, works, plans)
-    print(f"{case.name}: {found}")
+    for name, (_, steps) in plans.items():
+        print(f"{case.name}, {name}: {steps}")
+    comparison = run_ranks(run_rank, RANKS, setting, works, plans)
+    print(f"{case.name}: {comparison}")
     title = f"{case.name}, {RANKS} sleeping ranks"
-    return [row for name in found.times for row in _rows(title, name, found, works)]
+    return [row for name in comparison.times for row in _rows(title, name, comparison, works)]
 
 
-def _rows(title: str, name: str, found: Comparison, works: Mapping[bool, Work]) -> Iterator[Row]:
+def _rows(
+    title: str, name: str, comparison: Comparison, works: Mapping[bool, SleepWork]
+) -> Iterator[Row]:
     work = works[name.endswith(EVEN)]
-    walls_s = {each: [time.wall_s for time in found.times[each]] for each in (name, PLAIN)}
-    own, plain = (sum(_work_s(each, i) for i in found.steps) for each in (work, works[False]))
-    speed = own / sum(walls_s[name]) * sum(walls_s[PLAIN]) / plain
+    walls_s = {each: [time.wall_s for time in comparison.times[each]] for each in (name, PLAIN)}
+    total_s, plain = (
+        sum(_work_s(each, i) for i in comparison.steps) for each in (work, works[False])
+    )
+    speed = total_s / sum(walls_s[name]) * sum(walls_s[PLAIN]) / plain
     case = f"{title}: {name}"
-    late = {each: float(np.percentile(own, 95)) for each, own in walls_s.items()}
+    late = {each: float(np.percentile(times_s, 95)) for each, times_s in walls_s.items()}
     yield Row(case, "work per second / FSDP2", "x", speed, 1.0)
     yield Row(case, "step, mean", "s", mean(walls_s[name]), mean(walls_s[PLAIN]), better="lower")
     yield Row(case, "step, 95th percentile", "s", late[name], late[PLAIN], better="lower")
 
 
-def _work_s(work: Work, index: int) -> float:
+def _work_s(work: SleepWork, index: int) -> float:
     """Return the forward time of a batch on one rank in seconds."""
     images = work.images[index]
     return work.forward_s(TOWER_LAYERS, len(images) * LLM_LAYERS, sum(images))

@@ -132,28 +132,28 @@ def draw_batches(case: Case, recipe: Recipe, count: int, is_even: bool = False) 
             are packed by their number of tokens, and sequences of the recipe stay as they are.
     """
     training = recipe.training
-    wanted, length = count * training.global_batch_size, training.sequence_length
+    sequences, length = count * training.global_batch_size, training.sequence_length
     if case.mixture is None:
-        metas = sample_microbatches(recipe.simulation, wanted + SPARE, sequence_length=length)
+        metas = sample_microbatches(recipe.simulation, sequences + SPARE, sequence_length=length)
         samples = [sample for meta in metas for sample in meta.samples]
     else:
-        tokens = (wanted + SPARE) * length
+        tokens = (sequences + SPARE) * length
         samples = list(draw_samples(case.mixture, recipe, tokens))
     if is_even:
         next(balanced_sequences(iter(samples), length))  # compile
     begin_s = time.process_time()
     if is_even:
-        packs = list(islice(balanced_sequences(iter(samples), length), wanted))
+        packs = list(islice(balanced_sequences(iter(samples), length), sequences))
     elif case.mixture is None:
-        packs = [list(meta.samples) for meta in metas[:wanted]]
+        packs = [list(meta.samples) for meta in metas[:sequences]]
     else:
         lengths = [sample.tokens for sample in samples]
         indices = pack_all(lengths, length, recipe.data.packing_buffer_size, flush=False)
-        packs = [[samples[i] for i in own] for own in indices[:wanted]]
+        packs = [[samples[i] for i in members] for members in indices[:sequences]]
     seconds = time.process_time() - begin_s
-    if len(packs) < wanted:
-        raise ValueError(f"{len(packs)} sequences are packed; {wanted} are needed")
-    metas = [MicrobatchMeta(tuple(own), length) for own in packs]
+    if len(packs) < sequences:
+        raise ValueError(f"{len(packs)} sequences are packed; {sequences} are needed")
+    metas = [MicrobatchMeta(tuple(members), length) for members in packs]
     return Packed(_in_batches(metas, training.global_batch_size), seconds / count)
 
 
@@ -197,7 +197,9 @@ def draw_samples(mixture: Mixture, recipe: Recipe, tokens: int) -> Iterator[Samp
         else:
             images, frames = 1, int(rng.integers(CLIP_FRAMES[0], CLIP_FRAMES[1] + 1))
         image = ImageMeta(0, 0, frames * patches, frames * image_tokens, frames)
-        own = images * image.tokens + text
-        yield SampleMeta("stream", index, own, (image,) * images, encoder if images else None)
-        tokens -= own
+        sample_tokens = images * image.tokens + text
+        yield SampleMeta(
+            "stream", index, sample_tokens, (image,) * images, encoder if images else None
+        )
+        tokens -= sample_tokens
         index += 1

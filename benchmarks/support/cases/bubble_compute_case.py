@@ -20,9 +20,9 @@ from support.cases.pipeline_model_case import (
     QUIET,
     RANKS,
     TOLERANCE,
-    Choice,
     Costs,
     OurProgram,
+    ProgramChoice,
     Setting,
     gradient_difference,
 )
@@ -66,22 +66,24 @@ SETTINGS = {
 
 
 def outside(order: ComputeOrder, graph: StageGraph) -> ComputeOrder:
-    """The same work on the same ranks, no bubble filled: each rank's encoder forwards first, its
-    encoder backwards last."""
+    """Return an order with the same work on each rank and without tasks in bubbles.
+
+    The encoder forwards of a rank come first, its encoder backwards last.
+    """
     encoders = set(encoder_names(graph.layout))
     stages = graph.layout.stages
     rows = []
     for row in order:
-        own = [a for a in row if stages[a.stage].module in encoders]
-        before = [a for a in own if a.type is ActionType.F]
-        behind = [a for a in own if a.type is not ActionType.F]
+        encoder_actions = [a for a in row if stages[a.stage].module in encoders]
+        forwards = [a for a in encoder_actions if a.type is ActionType.F]
+        backwards = [a for a in encoder_actions if a.type is not ActionType.F]
         llm = (a for a in row if stages[a.stage].module not in encoders)
-        rows.append((*before, *llm, *behind))
+        rows.append((*forwards, *llm, *backwards))
     return tuple(rows)
 
 
 @dataclass(frozen=True)
-class Beside(Choice):
+class Beside(ProgramChoice):
     """The encoder in separate pipelines on the LLM ranks; `tower_segments`: its stages per rank;
     `llm_segments`: the LLM's.
 
@@ -115,7 +117,7 @@ class Beside(Choice):
 
 
 @dataclass(frozen=True)
-class Front(Choice):
+class Front(ProgramChoice):
     """The full encoder before the first LLM stage."""
 
     def config(self) -> ParallelConfig:
@@ -145,7 +147,7 @@ class Program(OurProgram):
         name: str,
         model: MultimodalModel,
         steps: Sequence[Sequence[Microbatch]],
-        choice: Choice,
+        choice: ProgramChoice,
         mesh: ParallelMesh,
         rates: Mapping[ActionKind, float],
         fills: bool = True,
@@ -166,7 +168,7 @@ class Program(OurProgram):
             gradients = [p.grad for p in self.model.encoders.parameters() if p.grad is not None]
             missing = [p for p in self.model.encoders.parameters() if p.grad is None]
             summed = [*gradients, *(torch.zeros_like(p) for p in missing)]
-            # Of a copy: `gradient_difference` adds up what the ranks have.
+            # The model is a copy: `gradient_difference` sums the gradients of all ranks.
             dist.all_reduce(torch.cat([g.flatten() for g in summed]))
         return busy_s
 
@@ -191,7 +193,7 @@ def played_s(costs: Costs, choice: Beside | Front) -> float:
 
 
 def candidates(setting: Setting) -> dict[str, list[Any]]:
-    """Of both layouts."""
+    """Return the candidates of both layouts."""
     size = setting.size
     virtual = [n for n in (1, 2, 4) if n * RANKS <= size.llm_layers]
     beside = [
@@ -217,16 +219,16 @@ def run_rank(setting: Setting, names: tuple[str, str, str]) -> dict[str, Any]:
     descriptions = [module.describe() for module in model.modality_modules()]
     mesh = build_mesh(ParallelConfig(pipeline=RANKS), torch.device("cpu"))
     watch = Stopwatch(setting.patience_s, QUIET)
-    timed = [OurProgram("", model, steps, Choice(1, 1, n), mesh) for n in setting.images]
+    timed = [OurProgram("", model, steps, ProgramChoice(1, 1, n), mesh) for n in setting.images]
     costs = Costs(descriptions, timed, watch)
 
-    def make(name: str, choice: Choice, fills: bool = True) -> Program:
+    def make(name: str, choice: ProgramChoice, fills: bool = True) -> Program:
         return Program(name, model, steps, choice, mesh, costs.rates(choice), fills)
 
     best = {}
-    for name, (kind, every) in zip((filled, front), candidates(setting).items(), strict=True):
-        kept = sorted(every, key=partial(played_s, costs))[: setting.tried]
-        best[kind] = watch.fastest([make(name, choice) for choice in kept], setting.turns)
+    for name, (kind, choices) in zip((filled, front), candidates(setting).items(), strict=True):
+        fastest = sorted(choices, key=partial(played_s, costs))[: setting.tried]
+        best[kind] = watch.fastest([make(name, choice) for choice in fastest], setting.turns)
     choice = best["beside"].choice
     programs = [best["beside"], make(unfilled, replace(choice), fills=False), best["front"]]
     return {

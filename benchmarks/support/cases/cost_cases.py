@@ -1,8 +1,8 @@
-"""Models, plans and data on which predicted step times are compared with measured ones.
+"""Models, plans and data for which predicted step times are compared with measured ones.
 
-None of it is measured in calibration, which knows operators only: families with and without
-biases, gates and norms of queries, frozen parts, recomputation, microbatches of real documents,
-every way of using two ranks.
+Calibration measures none of them, only operators. The cases have families with and without biases,
+gates and query norms, frozen modules, recomputation, microbatches of real documents, and each type
+of parallelism on two ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Images:
     """An encoder's images: grids of patches to choose from, and what it takes."""
 
     grids: tuple[tuple[int, int], ...]
-    """Rows and columns; all with as many patches."""
+    """Rows and columns, all with the same number of patches."""
     fold: int = 1
     """Patches that become a token."""
     patch_px: int = 4
@@ -115,13 +115,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class CostCase:
-    """One combination of model, plan and data.
+    """A combination of model, plan and data.
 
     Attributes:
-        llm, encoder: keys of LLMS and ENCODERS; no encoder: text only.
-        parallel: the recipe's section.
-        tokens, microbatches: of a step, by data-parallel rank.
-        seed: of the order of documents, and of values.
+        llm, encoder: Keys of LLMS and ENCODERS. None as encoder: text only.
+        parallel: Parallel section of the recipe.
+        tokens, microbatches: Size of a step of a data-parallel rank.
+        seed: Seed of the order of documents and of values.
     """
 
     name: str
@@ -136,18 +136,18 @@ class CostCase:
 
     @property
     def config(self) -> ParallelConfig:
-        """How the ranks are used."""
+        """Parallel section of the recipe."""
         return ParallelConfig.model_validate(dict(self.parallel))
 
     @property
     def ranks(self) -> int:
-        """How many it needs."""
+        """Number of ranks that the case needs."""
         config = self.config
         return config.pipeline * config.tensor * max(1, config.shard) * config.replicate
 
     @property
     def checkpointing(self) -> ActivationCheckpointConfig:
-        """What is run again in backward."""
+        """Mode of activation checkpointing."""
         return ActivationCheckpointConfig.model_validate({"mode": self.recompute})
 
     def build(self) -> MultimodalModel:
@@ -158,24 +158,24 @@ class CostCase:
         return build_model(model, FreezeConfig(modules=list(self.freeze)))
 
     def step(self, replica: int) -> list[Microbatch]:
-        """Microbatches of a data-parallel rank: the committed documents, in random order."""
+        """Return microbatches of a data-parallel rank with the committed documents, shuffled."""
         images = IMAGES[self.encoder] if self.encoder else None
         image_tokens = images.tokens if images else 1
         packs = pack_documents(load_documents(), self.tokens, image_tokens, SHORTEN, self.seed)
-        own = packs[replica * self.microbatches :][: self.microbatches]
+        selected = packs[replica * self.microbatches :][: self.microbatches]
         return [
             make_microbatch(pack, self.tokens, images, 1000 * self.seed + 100 * replica + i)
-            for i, pack in enumerate(own)
+            for i, pack in enumerate(selected)
         ]
 
 
 def make_microbatch(
     samples: Sequence[Sample], tokens: int, images: Images | None, seed: int
 ) -> Microbatch:
-    """Random ids and pixels in the places of the samples' text and images; padding after them.
+    """Return a microbatch with random ids and pixels for text and images, padded at the end.
 
     Args:
-        images: without, places of images are text.
+        images: Image sizes. None: text replaces images.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ids_T = torch.randint(VOCAB - 1, (tokens,), generator=generator)
@@ -186,12 +186,13 @@ def make_microbatch(
         text = starts[-1]
         if images is not None and sample.images:
             text += sample.images * images.tokens
-            own = [rng.choice(images.grids) for _ in range(sample.images)]
+            sample_grids = [rng.choice(images.grids) for _ in range(sample.images)]
             side = images.patch_px
             shown = tuple(
-                ImageMeta(c * side, r * side, images.patches, images.tokens) for r, c in own
+                ImageMeta(c * side, r * side, images.patches, images.tokens)
+                for r, c in sample_grids
             )
-            grids += own
+            grids += sample_grids
             places += range(starts[-1], text)
         starts.append(starts[-1] + sample.tokens)
         targets_T[text : starts[-1] - 1] = ids_T[text + 1 : starts[-1]]

@@ -1,7 +1,7 @@
-"""Training of one case of `cost_cases`, and what its ranks report of it.
+"""Training of one case of `cost_cases`, and the measurements of its ranks.
 
-Every case runs in separate processes: gloo gives each process group a thread that wakes a hundred
-times a second, and idle groups of ten cases in one process took 4 % of both cores.
+Every case runs in separate processes. gloo has a thread for each process group that wakes 100 times
+per second; idle groups of ten cases in one process used 4 % of both cores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLASSES = {
         ActionType.WAIT_SEND_B,
     ),
 }
-"""Of actions that take a rank's time."""
+"""Classes of actions that occupy a rank."""
 REST = "behind the plan"
 """Norm of the gradients, clipping, optimizer; on ranks that are done early, waiting for it."""
 
@@ -68,10 +68,10 @@ class CaseProgram:
         self.mesh = mesh = build_mesh(config, CPU)
         self.model = case.build()
         self.modules = [module.describe() for module in self.model.modality_modules()]
-        every = [case.step(replica) for replica in range(mesh.data_parallel_size)]
-        self.microbatches = every[mesh.data_parallel_rank]
-        self.targets = sum(m.target_count for step in every for m in step)
-        layout = plan_layout(config, self.modules, [m.meta for step in every for m in step])
+        steps = [case.step(replica) for replica in range(mesh.data_parallel_size)]
+        self.microbatches = steps[mesh.data_parallel_rank]
+        self.targets = sum(m.target_count for step in steps for m in step)
+        layout = plan_layout(config, self.modules, [m.meta for step in steps for m in step])
         stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
         parallelize(self.model, mesh, config, case.checkpointing, CompileConfig(), torch.float32)
         materialize(self.model, CPU)
@@ -85,12 +85,12 @@ class CaseProgram:
         self._updates = OptimizerUpdate(self.model, optimizer, mesh, settings, steps=1)
         self._train_step = TrainStep(self.pipeline, mesh)
         self.cpu_ms: list[float] = []
-        """Of every step: time of this process on a core."""
+        """CPU time of this process in every step."""
         self.classes: list[dict[str, float]] = []
-        """Of every step: this rank's milliseconds by class of action."""
+        """Milliseconds of this rank in every step, by class of action."""
 
     def step(self, index: int) -> float:
-        """All that a step does after its data; the seconds of computing."""
+        """Run a step without its data loading and return the seconds of computation."""
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         plan = self.pipeline.plan_training(self.microbatches)
         outcome = self._train_step.run(plan, self.microbatches, self.targets)
@@ -104,7 +104,7 @@ class CaseProgram:
         return outcome.compute_ms / 1e3
 
     def replica(self) -> Replica:
-        """What this rank's step is predicted from."""
+        """Return the inputs of the prediction for the step of this rank."""
         mesh, config = self.mesh, self.case.config
         metas = [m.meta for m in self.microbatches]
         targets = [m.target_count for m in self.microbatches]
@@ -122,16 +122,16 @@ class CaseProgram:
 
 def by_class(records: Iterable[ActionRecord]) -> dict[str, float]:
     """Return milliseconds for each class of action."""
-    found = dict.fromkeys(CLASSES, 0.0)
+    total_ms = dict.fromkeys(CLASSES, 0.0)
     names = {kind: name for name, kinds in CLASSES.items() for kind in kinds}
     for record in records:
         if (name := names.get(record.action.type)) is not None:
-            found[name] += record.end_ms - record.start_ms
-    return found
+            total_ms[name] += record.end_ms - record.start_ms
+    return total_ms
 
 
 class Replica(NamedTuple):
-    """A rank's plan and all that predicts it."""
+    """Plan of a rank with the inputs of its prediction."""
 
     plan: PipelinePlan
     modules: list[ModuleDescription]
@@ -142,29 +142,29 @@ class Replica(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of one case's step."""
+    """Predicted step of a case."""
 
     step_ms: float
-    """Of the slowest rank."""
+    """Time of the slowest rank."""
     classes: Mapping[str, float]
-    """By class of action, summed over ranks."""
+    """Milliseconds by class of action, summed over ranks."""
 
 
 def predict(replicas: list[Replica], profile: Profile) -> Prediction:
-    """The step of ranks; ranks of one pipeline have the same plan.
+    """Return the prediction for a step; ranks of a pipeline have the same plan.
 
     Args:
-        replicas: of all ranks.
+        replicas: Inputs of all ranks.
     """
     costs = []
-    for own in replicas:
-        executions = dict.fromkeys((module.name for module in own.modules), own.execution)
+    for replica in replicas:
+        executions = dict.fromkeys((module.name for module in replica.modules), replica.execution)
         model = CostModel(profile, "float32", executions)
-        graph = own.plan.graph
+        graph = replica.plan.graph
         costs.append(
             plan_costs(
-                graph, own.modules, own.metas, model,
-                targets=own.targets, layerwise=own.layerwise,
+                graph, replica.modules, replica.metas, model,
+                targets=replica.targets, layerwise=replica.layerwise,
             )
         )  # fmt: skip
     first = replicas[0]
@@ -194,14 +194,14 @@ def _ends_ms(step: SimulatedStep) -> list[float]:
 
 @dataclass(frozen=True)
 class CaseRuns:
-    """What the ranks of a case report.
+    """Measurements of the ranks of a case.
 
     Attributes:
-        times: of undisturbed runs, in order.
-        disturbed: runs that were left out.
-        cpu_ms: of every run, on this rank.
-        classes: milliseconds by class of action, summed over ranks, the median over runs.
-        replicas: of all ranks.
+        times: Times of undisturbed runs in order.
+        disturbed: Number of discarded runs.
+        cpu_ms: CPU time of every run on this rank.
+        classes: Milliseconds by class of action, summed over ranks; the median over runs.
+        replicas: Inputs of the prediction of all ranks.
     """
 
     times: list[StepTime]
@@ -215,29 +215,32 @@ def run_case(case: CostCase, runs: int, patience_s: float, quiet: float) -> Case
     """Train a case for a few steps on all ranks and return the measurements.
 
     Args:
-        patience_s, quiet: as `Stopwatch` has them.
+        patience_s, quiet: Arguments of `Stopwatch`.
     """
     keep_freed_memory()
     program = CaseProgram(case)
     compared = Stopwatch(patience_s, quiet).compare([program], 1, runs)
-    own = program.classes[1:]  # the first warms up
-    mine = {name: median(step[name] for step in own) for name in own[0]}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, program.replica()))
-    sums = {name: sum(classes[name] for classes, _ in every) for name in mine}
+    classes_by_step = program.classes[1:]  # the first warms up
+    medians = {name: median(step[name] for step in classes_by_step) for name in classes_by_step[0]}
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (medians, program.replica()))
+    sums = {name: sum(classes[name] for classes, _ in results) for name in medians}
     times = compared.times[program.name]
-    replicas = [replica for _, replica in every]
+    replicas = [replica for _, replica in results]
     return CaseRuns(times, compared.disturbed, program.cpu_ms[1:], sums, replicas)
 
 
 def slowest_of_replicas(costs: Sequence[PlanCosts]) -> PlanCosts:
-    """Costs of data-parallel replicas that FSDP2 gathers layer by layer: they meet in every layer,
-    so in each action all take as long as the slowest.
+    """Return costs of data-parallel replicas that FSDP2 gathers layer by layer.
+
+    The replicas synchronize in every layer, so every action takes as long as on the slowest
+    replica.
 
     Args:
-        costs: one for each replica, of the same actions.
+        costs: Costs of each replica, for the same actions.
     """
     slowest = {
-        action: max(own.compute_ms[action] for own in costs) for action in costs[0].compute_ms
+        action: max(replica.compute_ms[action] for replica in costs)
+        for action in costs[0].compute_ms
     }
     return replace(costs[0], compute_ms=slowest)

@@ -1,10 +1,10 @@
-"""The same samples twice: packed into one row for ours, padded to the longest for Hugging Face's.
+"""The same samples for both sides: packed into one row for torchmm, padded for Hugging Face.
 
-A sample is a caption behind its image and, for models that hear, noise as audio: begin, media,
-caption, end. Placeholders stand where each model expects them, with marks around them and between
-the rows of an image as its text conventions say; only captions are to be predicted. Images go
-through each model's own image processor, here one by one, there as a batch; models of tiles get all
-tiles of an image. Models that only hear get the noise in windows, which Hugging Face's fill up.
+A sample is a caption after its image and, for audio models, noise as audio: begin, media, caption,
+end. Placeholders are at the positions that each model expects, surrounded by its special tokens;
+only captions are targets. The image processor of each model processes images individually for
+torchmm and as a batch for Hugging Face; tiled models have all tiles of an image. Audio LLMs receive
+the noise in windows, which Hugging Face pads to their full length.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from torchmm.models.families.text_conventions import Token
 from torchmm.models.multimodal import MultimodalModel
 
 TOKENS_PER_S = 4
-"""How fast captions are read aloud."""
+"""Caption tokens per second of audio."""
 SECOND_FRAMES, FRAME_SAMPLES = 100, 160
-"""Mel frames of a second of audio, which Qwen3-Omni's tower reads by itself; samples of a frame."""
+"""Mel frames per second of audio, which is a chunk of Qwen3-Omni; samples per frame."""
 POSITION_FRAMES = 2
 """Mel frames of a position of towers that read windows."""
 MASKS = {"qwen2_audio": "feature_attention_mask", "audioflamingo3": "input_features_mask"}
-"""Hugging Face's names of the mask of what is heard; Voxtral hears everything."""
+"""Name of the audio mask in models of Hugging Face; Voxtral has none."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,25 @@ class Sample:
 
 
 class Media(NamedTuple):
-    """One image or audio of every sample."""
+    """An image or audio input of every sample."""
 
     encoder: str
     ours: EncoderInputs
-    """Whose positions are not known yet."""
+    """Inputs of torchmm, without positions."""
     theirs: dict[str, Tensor]
-    """Arguments of Hugging Face's model."""
+    """Arguments of the model of Hugging Face."""
     written: list[list[int]]
     """Token ids in the text of each sample."""
     placeholder: int
     places: list[Tensor] | None = None
-    """Of each sample's output tokens, counted from its first placeholder, where tokens of tiles
-    interleave; None: sequentially."""
+    """Offsets of the output tokens of each sample from its first placeholder, if tiles interleave.
+
+    None: the tokens are consecutive.
+    """
 
 
 def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
-    """The first samples, with the tokens that occur in them numbered from `FIRST_TEXT`; how many
-    numbers there are."""
+    """Return the first samples with tokens numbered from `FIRST_TEXT`, and the vocabulary size."""
     records = captions.records[:count]
     texts = [captions.tokenizer(r["text"], add_special_tokens=False).input_ids for r in records]
     numbers = {old: FIRST_TEXT + i for i, old in enumerate(sorted({i for t in texts for i in t}))}
@@ -95,7 +96,7 @@ def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
 
 
 def batches(model: MultimodalModel, samples: list[Sample]) -> tuple[Microbatch, dict[str, Any]]:
-    """The samples as ours takes them, and as the arguments of Hugging Face's model."""
+    """Return the samples as a microbatch and as arguments of the model of Hugging Face."""
     specs = model.image_specs()
     media = [_media(model, spec, samples) for spec in specs.values()]
     heads = [[BEGIN, *(i for m in media for i in m.written[n])] for n in range(len(samples))]
@@ -105,8 +106,8 @@ def batches(model: MultimodalModel, samples: list[Sample]) -> tuple[Microbatch, 
     if model.text.mrope:
         packed.position_ids = _mrope(model, packed)
     padded = _pad(rows, lengths)
-    for found in media:
-        padded |= found.theirs
+    for inputs in media:
+        padded |= inputs.theirs
     if model.composite is not None:
         padded |= _token_types(model.composite.model_type, padded)
     return packed, padded
@@ -120,32 +121,39 @@ def _media(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
 
 
 def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """The full image and its tiles, without their padding."""
+    """Return the full image and its tiles, without their padding."""
     assert spec.tiles is not None
     media = TiledMedia(spec.tiles, ImagePreprocessor(spec), TextSpec(0, IMAGE), {}, 10**9)
-    cut = [media.open(sample.image) for sample in samples]
-    tiles = [tile for picture in cut for tile in picture.tiles]
-    known = media.images.byte_values
-    pixels = torch.stack([torch.from_numpy(values_of(p, known)) for c in cut for p in c.pixels])
+    opened = [media.open(sample.image) for sample in samples]
+    tiles = [tile for image in opened for tile in image.tiles]
+    byte_values = media.images.byte_values
+    pixels = torch.stack(
+        [torch.from_numpy(values_of(p, byte_values)) for c in opened for p in c.pixels]
+    )
     grid = media.images.grid(0, 0)
     kept = [tile.kept for tile in tiles if tile.kept is not None]
     inputs = EncoderInputs(
         pixels, [(1, grid.rows, grid.columns)] * len(tiles), torch.empty(0), kept
     )
-    outputs = media.scheme.processor([picture.image() for picture in cut], return_tensors="pt")
+    outputs = media.scheme.processor([image.image() for image in opened], return_tensors="pt")
     theirs = {name: outputs[name] for name in ("pixel_values", "image_sizes")}
     written, places = [], []
-    for picture in cut:
-        written.append([IMAGE] * sum(picture.placeholders))
-        starts = accumulate(picture.placeholders, initial=0)
-        own = [torch.from_numpy(t.places) + s for t, s in zip(picture.tiles, starts, strict=False)]
-        places.append(torch.cat(own))
+    for image in opened:
+        written.append([IMAGE] * sum(image.placeholders))
+        starts = accumulate(image.placeholders, initial=0)
+        offsets = [
+            torch.from_numpy(t.places) + s for t, s in zip(image.tiles, starts, strict=False)
+        ]
+        places.append(torch.cat(offsets))
     return Media(spec.encoder, inputs, theirs, written, IMAGE, places)
 
 
 def _images(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """Of any size: up to as many patches as images of a fixed size have, as far as the processor
-    can be told."""
+    """Return images of variable or fixed size.
+
+    Images of variable size have at most as many patches as images of fixed size, unless the
+    processor does not support such a limit.
+    """
     settings = dict(spec.processor)
     at_once: dict[str, Any] = {}
     if spec.processor_class == "PixtralImageProcessor":
@@ -156,24 +164,26 @@ def _images(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
     elif spec.inputs == "patches":
         settings["size"] = {"shortest_edge": (IMAGE_PX // 2) ** 2, "longest_edge": IMAGE_PX**2}
     preprocessor = ImagePreprocessor(replace(spec, processor=settings))
-    pictures = [decode_rgb(sample.image, 10**9) for sample in samples]
+    decoded = [decode_rgb(sample.image, 10**9) for sample in samples]
     grids, pixels = [], []
-    for picture in pictures:
-        grid = preprocessor.grid(*picture.size)
+    for image in decoded:
+        grid = preprocessor.grid(*image.size)
         grids.append((1, grid.rows, grid.columns))
-        pixels.append(torch.from_numpy(preprocessor.pixels(picture)))
-    whole = torch.stack(pixels) if spec.inputs == "fixed" else torch.cat(pixels)
-    outputs = preprocessor.processor(pictures, return_tensors="pt", **at_once)
+        pixels.append(torch.from_numpy(preprocessor.pixels(image)))
+    stacked = torch.stack(pixels) if spec.inputs == "fixed" else torch.cat(pixels)
+    outputs = preprocessor.processor(decoded, return_tensors="pt", **at_once)
     names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
     theirs = {name: outputs[name] for name in names if name in outputs}
     if model.composite is not None and model.composite.model_type in ("idefics3", "smolvlm"):
         theirs["pixel_values"] = theirs["pixel_values"][:, None]
     written = [_written(model, spec, grid) for grid in grids]
-    return Media(spec.encoder, EncoderInputs(whole, grids, torch.empty(0)), theirs, written, IMAGE)
+    return Media(
+        spec.encoder, EncoderInputs(stacked, grids, torch.empty(0)), theirs, written, IMAGE
+    )
 
 
 def _written(model: MultimodalModel, spec: ImageSpec, grid: tuple[int, int, int]) -> list[int]:
-    """An image in the text."""
+    """Return the tokens of an image in the text."""
     text = model.text
     tokens = prod(grid) // spec.merge**2 + spec.extra_tokens
     shown = [IMAGE] * tokens
@@ -184,22 +194,22 @@ def _written(model: MultimodalModel, spec: ImageSpec, grid: tuple[int, int, int]
 
 
 def _marks(marks: tuple[int | str | Token, ...], unknown: int) -> list[int]:
-    """Those that only a tokenizer knows are `unknown`."""
+    """Return token ids, with `unknown` for tokens that only a tokenizer can resolve."""
     return [mark if isinstance(mark, int) else unknown for mark in marks]
 
 
 def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """Noise as long as it takes to read the captions aloud; as Omni models take it."""
+    """Return noise in proportion to the caption lengths, in the format of Omni models."""
     generator = torch.Generator().manual_seed(len(samples))
     position = spec.patch_size_px // FRAME_SAMPLES
     token = position * spec.patches_per_token
     step = SECOND_FRAMES // TOKENS_PER_S // token * token
-    sounds, patches = [], []
+    mels, patches = [], []
     for sample in samples:
         seconds, rest = divmod(len(sample.ids), TOKENS_PER_S)
         frames = SECOND_FRAMES * seconds + step * rest
         mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
-        sounds.append(mels_FM)
+        mels.append(mels_FM)
         chunks = mels_FM.split(SECOND_FRAMES)  # filled up to full positions
         filled = [functional.pad(c, (0, 0, 0, -len(c) % position)) for c in chunks]
         patches.append(torch.cat(filled).unflatten(0, (-1, position)).flatten(1))
@@ -213,33 +223,33 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
         ]
         for patch in patches
     ]
-    lengths = torch.tensor([len(mels_FM) for mels_FM in sounds])
-    padded = nn.utils.rnn.pad_sequence(sounds, batch_first=True)
-    heard = torch.arange(padded.shape[1]) < lengths[:, None]
-    theirs = {"input_features": padded.mT, "feature_attention_mask": heard.long()}
+    lengths = torch.tensor([len(mels_FM) for mels_FM in mels])
+    padded = nn.utils.rnn.pad_sequence(mels, batch_first=True)
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    theirs = {"input_features": padded.mT, "feature_attention_mask": mask.long()}
     ours = EncoderInputs(torch.cat(patches), grids, torch.empty(0))
     return Media(spec.encoder, ours, theirs, written, SOUND)
 
 
 def _windows(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """Noise as long as it takes to read the captions aloud, at most a window of the tower."""
+    """Return noise in proportion to the caption lengths, at most a window of the tower."""
     chunks = spec.sound_chunks
     assert chunks is not None and model.composite is not None
     generator = torch.Generator().manual_seed(len(samples))
-    whole = POSITION_FRAMES * chunks.patches
-    windows, patches, heard = [], [], []
+    window_frames = POSITION_FRAMES * chunks.patches
+    windows, patches, lengths = [], [], []
     for sample in samples:
-        frames = min(SECOND_FRAMES * len(sample.ids) // TOKENS_PER_S, whole)
+        frames = min(SECOND_FRAMES * len(sample.ids) // TOKENS_PER_S, window_frames)
         mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
-        window_FM = functional.pad(mels_FM, (0, 0, 0, whole - frames + chunks.overlap))
-        own = chunks.patches if chunks.padding == "heard" else -(-frames // POSITION_FRAMES)
-        cut_PMF = window_FM.unfold(0, POSITION_FRAMES + chunks.overlap, POSITION_FRAMES)[:own]
+        window_FM = functional.pad(mels_FM, (0, 0, 0, window_frames - frames + chunks.overlap))
+        positions = chunks.patches if chunks.padding == "heard" else -(-frames // POSITION_FRAMES)
+        cut_PMF = window_FM.unfold(0, POSITION_FRAMES + chunks.overlap, POSITION_FRAMES)[:positions]
         patches.append(cut_PMF.mT.flatten(1))
-        windows.append(window_FM[:whole])
-        heard.append(frames)
+        windows.append(window_FM[:window_frames])
+        lengths.append(frames)
     theirs = {"input_features": torch.stack(windows).mT}
     if chunks.padding == "silent":
-        mask = torch.arange(whole) < torch.tensor(heard)[:, None]
+        mask = torch.arange(window_frames) < torch.tensor(lengths)[:, None]
         theirs[MASKS[model.composite.model_type]] = mask.long()
     text = model.text
     written = [
@@ -256,10 +266,10 @@ def _windows(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> 
 
 
 def _pack(rows: list[Tensor], lengths: list[int], media: list[Media]) -> Microbatch:
-    """One row.
+    """Return the packed row.
 
     Args:
-        lengths: tokens of each sample before its caption.
+        lengths: Number of tokens of each sample before its caption.
     """
     starts = [0, *accumulate(len(row) for row in rows)]
     targets = []
@@ -276,27 +286,27 @@ def _pack(rows: list[Tensor], lengths: list[int], media: list[Media]) -> Microba
 
 
 def _positions(ids: Tensor, starts: list[int], media: Media) -> Tensor:
-    """(K,): where output tokens are, those of one image after those of another."""
-    shown = ids == media.placeholder
+    """Return the positions (K,) of output tokens, image by image."""
+    is_placeholder = ids == media.placeholder
     if media.places is None:
-        return shown.nonzero()[:, 0]
-    found = []
+        return is_placeholder.nonzero()[:, 0]
+    positions = []
     for places, (start, stop) in zip(media.places, pairwise(starts), strict=True):
-        found.append(start + shown[start:stop].int().argmax() + places)
-    return torch.cat(found)
+        positions.append(start + is_placeholder[start:stop].int().argmax() + places)
+    return torch.cat(positions)
 
 
 def _mrope(model: MultimodalModel, packed: Microbatch) -> Tensor:
-    """(3, T): with one image in each sample."""
+    """Return the positions (3, T) for one image in each sample."""
     (merge,) = (s.merge for s in model.image_specs().values() if s.modality == "image")
-    found = []
+    parts = []
     grids = packed.encoders["vision"].grids_thw
     for (start, stop), (_, rows, columns) in zip(pairwise(packed.cu_seqlens), grids, strict=True):
         ids = packed.input_ids_T[start:stop].tolist()
         block = VisionBlock(ids.index(IMAGE), 1, rows // merge, columns // merge)
         positions = mrope_positions(len(ids), [block], model.text.clip_times)
-        found.append(torch.from_numpy(positions))
-    return torch.cat(found, dim=1)
+        parts.append(torch.from_numpy(positions))
+    return torch.cat(parts, dim=1)
 
 
 def _pad(rows: list[Tensor], lengths: list[int]) -> dict[str, Any]:
@@ -310,7 +320,7 @@ def _pad(rows: list[Tensor], lengths: list[int]) -> dict[str, Any]:
 
 
 def _token_types(model_type: str, padded: dict[str, Any]) -> dict[str, Tensor]:
-    """What some composites want to know of each token beside its id."""
+    """Return the token types that some composites need in addition to ids."""
     shown = (padded["input_ids"] == IMAGE).int()
     if model_type == "gemma3":
         return {"token_type_ids": shown}

@@ -1,4 +1,4 @@
-"""Small models of every family, with random weights, and how Hugging Face builds the same ones."""
+"""Small models of every family with random weights, and their configs for Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers import CONFIG_MAPPING
 IMAGE_PX, PATCH_PX = 64, 8
 """Fixed-size images: 64 patches."""
 MEL_BINS = 80
-"""Of audio."""
+"""Number of mel bins of audio."""
 WINDOW_POSITIONS = 500
-"""Of encoders that read audio in windows: ten seconds; no caption read here takes longer."""
+"""Positions in the 10 s windows of audio encoders; no caption here takes longer."""
 PINPOINTS = [[IMAGE_PX, 2 * IMAGE_PX], [2 * IMAGE_PX, IMAGE_PX], [2 * IMAGE_PX, 2 * IMAGE_PX]]
-"""Resolutions into which images are cut."""
+"""Resolutions into which images are tiled."""
 
 
 class Size(NamedTuple):
-    """Of the LLM; a tower is as wide and half as deep."""
+    """Size of the LLM; a tower has the same width and half the depth."""
 
     hidden: int
     layers: int
@@ -29,8 +29,7 @@ QUICK, FULL = Size(128, 2), Size(256, 6)
 PAD, BEGIN, END = 0, 1, 2
 IMAGE, SOUND, START, STOP, AUDIO_START, ROW_END, UNUSED = range(3, 10)
 FIRST_TEXT = 10
-"""Token ids: of the text, placeholders, what is around images and audio, and what no sample
-has."""
+"""Token ids of text, placeholders, tokens around images and audio, and unused tokens."""
 _MARKS = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
@@ -43,34 +42,34 @@ _MARKS = {
     "video_token_index": UNUSED,
     **dict.fromkeys(("video_token_id", "video_start_token_id", "video_end_token_id"), UNUSED),
 }
-"""By key of a composite's config."""
+"""Token ids by key of the config of a composite."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One comparison: an LLM on texts, or a composite on images with texts."""
+    """A comparison: an LLM on texts, or a composite on images with texts."""
 
     name: str
     config: dict[str, Any]
     composite: bool
     attention: str = "sdpa"
-    """Hugging Face's: the fastest it has that is right on a CPU."""
+    """Attention of Hugging Face: the fastest that is correct on a CPU."""
 
 
 def families(size: Size, vocabulary: int) -> list[Family]:
-    """All of them.
+    """Return all families.
 
     Args:
-        vocabulary: size of the tokenizer's.
+        vocabulary: Size of the vocabulary.
     """
     texts, towers = _texts(size, vocabulary), _towers(size)
     eager = {"gemma2": "eager", "gpt_oss": "eager"}  # sdpa has no soft cap and no sinks
-    found = [Family(n, c, False, eager.get(n, "sdpa")) for n, c in texts.items()]
+    cases = [Family(n, c, False, eager.get(n, "sdpa")) for n, c in texts.items()]
     for name, config in _composites(size, texts, towers).items():
-        known = CONFIG_MAPPING[config["model_type"]]()
-        marks = {key: number for key, number in _MARKS.items() if key in vars(known)}
-        found.append(Family(name, {**config, **marks}, True))
-    return found
+        defaults = CONFIG_MAPPING[config["model_type"]]()
+        marks = {key: number for key, number in _MARKS.items() if key in vars(defaults)}
+        cases.append(Family(name, {**config, **marks}, True))
+    return cases
 
 
 def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
@@ -147,9 +146,9 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "phi3": {"sliding_window": None},
         "starcoder2": {"sliding_window": None},
     }
-    found = {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
-    del found["qwen3_5_moe_text"]["intermediate_size"]  # all of its layers have experts
-    return found
+    configs = {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
+    del configs["qwen3_5_moe_text"]["intermediate_size"]  # all of its layers have experts
+    return configs
 
 
 _SHARED = {
@@ -274,7 +273,7 @@ def _composites(
     full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     default = {**full, "vision_feature_select_strategy": "default"}
     seeing = {**texts["gemma4_text"], "use_bidirectional_attention": "vision"}
-    found = {
+    configs = {
         "llava with clip": composite("llava", "clip", "llama", **default),
         "llava with siglip": composite("llava", "siglip", "qwen2", **full),
         "llava with dinov2": composite("llava", "dinov2", "llama", **default),
@@ -300,8 +299,8 @@ def _composites(
     }
     for name, text in (("voxtral", "llama"), ("qwen2_audio", "qwen2"), ("audioflamingo3", "qwen2")):
         parts = {"audio_config": towers[f"{name}_sound"], "text_config": texts[text]}
-        found[name] = {"model_type": name, **parts}
-    return found | _with_mrope(texts, towers)
+        configs[name] = {"model_type": name, **parts}
+    return configs | _with_mrope(texts, towers)
 
 
 _MROPE = {
@@ -322,19 +321,21 @@ has, pairs of features of a head that turn with time, row and column."""
 def _with_mrope(
     texts: dict[str, dict[str, Any]], towers: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for name, (tower, text, sections) in _MROPE.items():
-        known = CONFIG_MAPPING[name]().text_config
-        own = {k: v for k, v in texts[text].items() if hasattr(known, k) and k != "model_type"}
-        own["rope_parameters"] = {
+        defaults = CONFIG_MAPPING[name]().text_config
+        text_config = {
+            k: v for k, v in texts[text].items() if hasattr(defaults, k) and k != "model_type"
+        }
+        text_config["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": 1e4,
             "mrope_section": sections,
             "partial_rotary_factor": sum(sections) / 16,  # heads have 32 features
         }
-        parts = {"vision_config": towers[tower], "text_config": own}
-        found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
-    found["glm46v"]["text_config"]["model_type"] = "glm4v_text"
-    found["qwen2_5_omni_thinker"]["audio_config"] = towers["qwen2_5_omni_sound"]
-    found["qwen3_omni_moe_thinker"]["audio_config"] = towers["qwen3_omni_sound"]
-    return found
+        parts = {"vision_config": towers[tower], "text_config": text_config}
+        configs[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
+    configs["glm46v"]["text_config"]["model_type"] = "glm4v_text"
+    configs["qwen2_5_omni_thinker"]["audio_config"] = towers["qwen2_5_omni_sound"]
+    configs["qwen3_omni_moe_thinker"]["audio_config"] = towers["qwen3_omni_sound"]
+    return configs

@@ -1,8 +1,8 @@
-"""Small models of families as torchmm builds them, and what a device computes with them.
+"""Small models of families in torchmm, and the differences of their gradients on a device.
 
-On another device the same weights and samples give gradients that differ by rounding alone. How
-much that is, no constant says: in bfloat16 a router may choose another expert. So the measure is
-the CPU's own rounding, that of the same dtype against float32.
+With the same weights and samples, gradients of another device differ only by rounding. No constant
+bounds this difference: in bfloat16, a router may select another expert. Therefore the measure is
+the rounding of the CPU, which is the difference between the same dtype and float32.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 CPU = torch.device("cpu")
 SEED = 0
 LEAST = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Relative difference of gradients that is rounding in any case."""
+"""Relative difference of gradients that always counts as rounding."""
 TIMES = 3.0
-"""How much more than the CPU's own rounding a device's may be."""
+"""Maximum ratio of the difference on a device to the rounding of the CPU."""
 
 
 def build_family(family: Family) -> MultimodalModel:
-    """The model with random weights, on the CPU, in float32."""
+    """Return the model with random weights, on the CPU, in float32."""
     if family.composite:
         config = ModelConfig(config=family.config)
     else:
@@ -46,12 +46,12 @@ def build_family(family: Family) -> MultimodalModel:
 
 
 class Difference(NamedTuple):
-    """Between a device's gradients and the CPU's in float32.
+    """Difference between gradients of a device and those of the CPU in float32.
 
     Attributes:
-        share: norm of the difference of all gradients over the norm of all gradients.
-        most: what that may be if it is rounding.
-        worst: the parameter with the largest part of it.
+        share: Norm of the difference of all gradients over the norm of all gradients.
+        most: Maximum share that counts as rounding.
+        worst: Parameter with the largest difference.
     """
 
     share: float
@@ -62,35 +62,40 @@ class Difference(NamedTuple):
 def device_differences(
     family: Family, samples: list[Sample], device: torch.device
 ) -> Iterator[tuple[str, Difference]]:
-    """In float32 and bfloat16, by the dtype's name. Needs a process group of this one rank."""
+    """Yield the dtype name and the difference for float32 and bfloat16.
+
+    The function needs a process group of this one rank.
+    """
     model = build_family(family)
     packed, _ = batches(model, samples)
     expected = _gradients(model, packed, CPU, torch.float32)
-    for name, least in LEAST.items():
+    for name, minimum in LEAST.items():
         exact = DTYPES[name] == torch.float32
-        own = expected if exact else _gradients(model, packed, CPU, DTYPES[name])
-        off = _minus(_gradients(model, packed, device, DTYPES[name]), expected)
-        worst = max(off, key=lambda parameter: off[parameter].norm().item())
-        share, rounding = (_norm(d) / _norm(expected) for d in (off, _minus(own, expected)))
-        yield name, Difference(share, max(least, TIMES * rounding), worst)
+        rounded = expected if exact else _gradients(model, packed, CPU, DTYPES[name])
+        difference = _minus(_gradients(model, packed, device, DTYPES[name]), expected)
+        worst = max(difference, key=lambda parameter: difference[parameter].norm().item())
+        share, rounding = (
+            _norm(d) / _norm(expected) for d in (difference, _minus(rounded, expected))
+        )
+        yield name, Difference(share, max(minimum, TIMES * rounding), worst)
 
 
 def _gradients(
     model: MultimodalModel, batch: Microbatch, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """By name, on the CPU; of a model that is cast and sharded as in a run of one rank."""
-    there = deepcopy(model).to(device)
+    """Return gradients on the CPU by name, of a model with the dtype and sharding of one rank."""
+    copy = deepcopy(model).to(device)
     mesh = init_device_mesh(device.type, (1,))
-    for module in there.modality_modules():
+    for module in copy.modality_modules():
         apply_fsdp(module, mesh, dtype)
     batch = batch.to(device)
-    (there(batch) / batch.target_count).backward()
-    found = {name: p.grad for name, p in there.named_parameters() if p.grad is not None}
-    return {name: gradient.to_local().cpu() for name, gradient in found.items()}
+    (copy(batch) / batch.target_count).backward()
+    gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
+    return {name: gradient.to_local().cpu() for name, gradient in gradients.items()}
 
 
 def _minus(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of equal names; a gradient that only one side has is a difference as large as itself."""
+    """Return differences by name; a missing gradient counts as zero."""
     none = torch.zeros(())
     return {n: left.get(n, none) - right.get(n, none) for n in left.keys() | right.keys()}
 

@@ -42,16 +42,18 @@ def hand_pipelines(
         ]
         for schedule in SCHEDULES
     }
-    found: list[Option] = []
+    best_options: list[Option] = []
     for recipes in tried.values():
         options = [simulate_plain(each, gpus, profile, sample) for each in recipes]
-        found += sorted(filter(None, options), key=lambda option: option.step_ms)[:1]
-    last = [with_values(option.recipe, "parallel", schedule="searched") for option in found[-1:]]
+        best_options += sorted(filter(None, options), key=lambda option: option.step_ms)[:1]
+    last = [
+        with_values(option.recipe, "parallel", schedule="searched") for option in best_options[-1:]
+    ]
     parallel = recipe.parallel
     if parallel.placement == "interleaved" and parallel.pipeline > 1:
         last.append(lean)
-    found += filter(None, (simulate_plain(each, gpus, profile, sample) for each in last))
-    best = min(found, key=lambda option: option.step_ms, default=None)
+    best_options += filter(None, (simulate_plain(each, gpus, profile, sample) for each in last))
+    best = min(best_options, key=lambda option: option.step_ms, default=None)
     if best is None or best.step_ms == float("inf"):
         return None
     parallel = best.recipe.parallel

@@ -81,7 +81,7 @@ class Result(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks have enough memory."""
+        """True if all ranks have enough memory."""
         return fits(self.step)
 
     @property
@@ -106,10 +106,10 @@ def best(results: Sequence[Result | None]) -> Result | None:
 
 
 class Comparison:
-    """All methods on one model, batch and cluster.
+    """Comparison of all methods on one model, batch and cluster.
 
-    Each pipeline method takes the faster of the sizes that its paper prints for the model, if it
-    does, and the sizes that the planner chooses.
+    Each pipeline method has the faster of two sizes: those that its paper prints for the model, if
+    any, and those that the planner chooses.
 
     Args:
         recipe: Recipe of the model and the batch.
@@ -133,7 +133,7 @@ class Comparison:
         Plans may reorder sequences over ranks. Plans without a pipeline may also balance images.
         """
         reordered = with_values(self.recipe, "data", reorder="both")
-        found: dict[str, Candidate | str] = {}
+        candidates: dict[str, Candidate | str] = {}
         for method in METHODS:
             result = search_plans(
                 reordered if method == "disaggregated" else self.recipe,
@@ -143,8 +143,8 @@ class Comparison:
                 budget_s=budget_s / len(METHODS),
                 sample=self.sample,
             )
-            found |= result.best_by_method
-        return {name: each for name, each in found.items() if isinstance(each, Candidate)}
+            candidates |= result.best_by_method
+        return {name: each for name, each in candidates.items() if isinstance(each, Candidate)}
 
     def results(self) -> Iterator[Result]:
         """Yield the result of each method that can run the model."""
@@ -155,11 +155,11 @@ class Comparison:
         chains = [self.printed] if self.printed.parallel.pipeline > 1 else []
         if "chain" in self.chosen:
             chains.append(self.chosen["chain"].recipe)
-        found = (
+        forecasts = (
             [self._planned(PLANNED, "fsdp")],
-            [self.forecast(MEGATRON, own, "megatron", stages=1) for own in chains],
+            [self.forecast(MEGATRON, chain, "megatron", stages=1) for chain in chains],
             [
-                *(self.forecast(CHAIN, own, "megatron_balanced") for own in chains),
+                *(self.forecast(CHAIN, chain, "megatron_balanced") for chain in chains),
                 self._planned(CHAIN, "chain"),
             ],
             [self._static(chains)],
@@ -168,7 +168,7 @@ class Comparison:
             [*self._printed_searched(), self._planned(SEARCHED, "separated")],
             [self._planned(SEPARATE, "disaggregated")],
         )
-        yield from (each for each in map(best, found) if each is not None)
+        yield from (each for each in map(best, forecasts) if each is not None)
 
     def forecast(
         self, method: str, recipe: Recipe, schedule: str, stages: int | None = None
@@ -200,9 +200,11 @@ class Comparison:
         """Return the plan of the planner."""
         if name not in self.chosen:
             return None
-        found = self.chosen[name]
-        schedule = found.recipe.parallel.schedule
-        return Result(method, found.forecast, f"{found.sizes}, {schedule}; sizes of the planner")
+        candidate = self.chosen[name]
+        schedule = candidate.recipe.parallel.schedule
+        return Result(
+            method, candidate.forecast, f"{candidate.sizes}, {schedule}; sizes of the planner"
+        )
 
     def _static(self, chains: Sequence[Recipe]) -> Result | None:
         """Return the step of a plan that was made for another batch.
@@ -216,13 +218,13 @@ class Comparison:
         tried: list[tuple[bool, float, Recipe, Forecaster]] = []
         for chain in chains:
             for mode in STATIC_MODES:
-                own = static_recomputation(chain, mode, self.sample)
-                own = with_values(own, "parallel", schedule="megatron_balanced")
-                representative = with_values(own, "simulation", seed=seed)
+                changed = static_recomputation(chain, mode, self.sample)
+                changed = with_values(changed, "parallel", schedule="megatron_balanced")
+                representative = with_values(changed, "simulation", seed=seed)
                 forecaster = Forecaster(representative, self.gpus, self.profile, sample=sample)
-                found = forecaster.forecast_parallel(own.parallel)
-                if found.step is not None:
-                    tried.append((not fits(found.step), found.iteration_ms, own, forecaster))
+                result = forecaster.forecast_parallel(changed.parallel)
+                if result.step is not None:
+                    tried.append((not fits(result.step), result.iteration_ms, changed, forecaster))
         if not tried:
             return None
         *_, recipe, planned = min(tried, key=lambda each: each[:2])
@@ -254,17 +256,17 @@ class Comparison:
         elif not starts and any(module.kind == "encoder" for module in self.sample.modules):
             starts = [colocated(self.printed)]
         for start in starts:
-            own = recomputing(start, "auto")
-            if check_recipe(own, self.gpus):
+            recomputed = recomputing(start, "auto")
+            if check_recipe(recomputed, self.gpus):
                 continue
             try:
-                forecaster = Forecaster(own, self.gpus, self.profile, sample=self.sample)
-                made = Colocated.of(forecaster, own).kernels(own, "interleaved_1f1b")
+                forecaster = Forecaster(recomputed, self.gpus, self.profile, sample=self.sample)
+                step = Colocated.of(forecaster, recomputed).kernels(recomputed, "interleaved_1f1b")
             except (ConfigError, PlanError):
                 continue
-            if made is not None:
-                forecast = forecaster.rate("optimus", made[0])
-                yield Result(KERNELS, forecast, sizes(own), made[1])
+            if step is not None:
+                forecast = forecaster.rate("optimus", step[0])
+                yield Result(KERNELS, forecast, sizes(recomputed), step[1])
 
 
 def sizes(recipe: Recipe) -> str:
@@ -274,8 +276,8 @@ def sizes(recipe: Recipe) -> str:
     if parallel.virtual_stages > 1:
         words.append(f"{parallel.virtual_stages} stages per rank")
     if parallel.placement == "colocated":
-        for name, own in parallel.modules.items():
-            words.append(f"{name}: pipeline {own.pipeline or 1}, tensor {own.tensor or 1}")
+        for name, module in parallel.modules.items():
+            words.append(f"{name}: pipeline {module.pipeline or 1}, tensor {module.tensor or 1}")
     return ", ".join([*words, f"recomputation {recipe.activation_checkpoint.mode}"])
 
 
@@ -295,7 +297,7 @@ def colocated(recipe: Recipe, **changes: object) -> Recipe:
 
 
 class Colocated(NamedTuple):
-    """One step of encoders on the ranks of the LLM."""
+    """Step of encoders on the ranks of the LLM."""
 
     forecaster: Forecaster
     parallel: ParallelConfig
@@ -307,10 +309,10 @@ class Colocated(NamedTuple):
     @classmethod
     def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:
         """Return the first step of the recipe."""
-        own = colocated(recipe, pipeline=forecaster.run.llm.pipeline)
-        parallel = own.parallel
+        colocated_recipe = colocated(recipe, pipeline=forecaster.run.llm.pipeline)
+        parallel = colocated_recipe.parallel
         modules, metas = forecaster.modules, forecaster.workload.microbatches
-        run = replace(forecaster.run, recipe=own, units={})
+        run = replace(forecaster.run, recipe=colocated_recipe, units={})
         executions = module_executions(run, modules, forecaster.profile.device.type)
         sharded = any(execution.shard > 1 for execution in executions.values())
         graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
@@ -326,7 +328,7 @@ class Colocated(NamedTuple):
         """
         modules, metas = self.forecaster.modules, self.forecaster.workload.microbatches
         tuning = layer_tuning(recipe, self.model, layerwise=False)
-        found: list[tuple[SimulatedStep, float]] = []
+        steps: list[tuple[SimulatedStep, float]] = []
         costs = self.costs
         for _ in range(ROUNDS):
             planned = optimus_kernels(
@@ -345,7 +347,7 @@ class Colocated(NamedTuple):
                     break
                 costs = costs_of_plan(plan, modules, metas, self.model)
             step = simulate(plan, planned.costs(costs))
-            found.append((step, inside / len(step.peak_bytes) / step.makespan_ms))
+            steps.append((step, inside / len(step.peak_bytes) / step.makespan_ms))
             if not plan.recompute:  # the next round would be equal
                 break
-        return min(found, key=lambda each: (not each[0].fits, each[0].makespan_ms), default=None)
+        return min(steps, key=lambda each: (not each[0].fits, each[0].makespan_ms), default=None)

@@ -55,7 +55,7 @@ Batches = Iterator[tuple[int, Callable[[], Content]]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is loaded, and how."""
+    """Samples and settings of a loader."""
 
     directory: Path
     jpegs: Sequence[bytes]
@@ -96,7 +96,7 @@ class Encoder:
 
 
 def encoder_of(task: Task) -> Encoder:
-    """With the processor that torchmm calls."""
+    """Return the encoder with the processor that torchmm calls."""
     return Encoder(task, make_processor("vision", SPEC.processor_class, SPEC.processor))
 
 
@@ -107,21 +107,21 @@ def decode(data: bytes) -> Image.Image:
 
 def content_of(task: Task, batch: tuple[Tensor, Tensor]) -> Content:
     """Return the samples of a collated batch without padding."""
-    found = []
+    samples = []
     for ids, pixels in zip(*batch, strict=True):
         end = (ids == task.eos_token).nonzero()[0].item() + 1
-        found.append((ids[:end].tolist(), pixels))
-    return found
+        samples.append((ids[:end].tolist(), pixels))
+    return samples
 
 
 def counted(task: Task, batches: Iterator[Any]) -> Batches:
-    """Collated batches with their numbers of samples."""
+    """Yield collated batches with their numbers of samples."""
     for batch in batches:
         yield len(batch[0]), lambda batch=batch: content_of(task, batch)
 
 
 class Side:
-    """One loader. `prepare` writes what it reads, once; `batches` is called in every rank."""
+    """A loader. `prepare` writes its files once; every rank calls `batches`."""
 
     module: str | None = None
     """The package that it needs."""
@@ -131,7 +131,7 @@ class Side:
         self.directory = task.directory / type(self).__name__
 
     def missing(self) -> bool:
-        """Whether its package is not installed; imports it, before ranks are forked."""
+        """Return True if its package is not installed; import it before ranks are forked."""
         if self.module is not None:
             try:
                 import_module(self.module)
@@ -186,13 +186,13 @@ class Tar(Parquet):
 
 def samples_of(batch: StepBatch) -> Content:
     """Return the samples of packed sequences of torchmm."""
-    found = []
+    samples = []
     for microbatch in batch.microbatches:
         pixels = iter(microbatch.encoders["vision"].values().pixels)
         for begin, end in zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False):
             if (microbatch.targets_T[begin:end] >= 0).any():  # no padding
-                found.append((microbatch.input_ids_T[begin:end].tolist(), next(pixels)))
-    return found
+                samples.append((microbatch.input_ids_T[begin:end].tolist(), next(pixels)))
+    return samples
 
 
 class Datasets(Side):
@@ -365,20 +365,20 @@ SIDES: dict[str, type[Side]] = {
 
 
 def as_table(task: Task) -> pa.Table:
-    """Columns as `datasets` writes images."""
+    """Return a table with the columns in which `datasets` writes images."""
     images = [{"bytes": jpeg, "path": None} for jpeg in task.jpegs]
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     return pa.table({"image": pa.array(images, kind), "text": list(task.captions)})
 
 
 def write_parquet(task: Task, directory: Path) -> None:
-    """One file, in groups of 100 rows."""
+    """Write one file in groups of 100 rows."""
     directory.mkdir(parents=True)
     pq.write_table(as_table(task), directory / "samples.parquet", row_group_size=100)
 
 
 def write_shards(task: Task, directory: Path) -> list[Path]:
-    """Tar files in webdataset's format; every SHARDS-th sample is in the same."""
+    """Write tar files in the format of webdataset, with samples round-robin over SHARDS files."""
     directory.mkdir(parents=True)
     paths = [directory / f"shard-{number}.tar" for number in range(SHARDS)]
     for number, path in enumerate(paths):

@@ -51,13 +51,13 @@ class Panel(NamedTuple):
 
 def panels() -> list[Panel]:
     """Return the step of `RECIPE` in the order of the data, reordered, and with balanced images."""
-    found = []
+    result = []
     sample: StepSample | None = None
     for arm, title in ARMS.items():
         reorder, balance = ("none", arm) if arm == "images" else (arm, "none")
         changes = CHANGES | {"data.reorder": reorder, "data.balance": balance}
-        given = [f"--{key}={value}" for key, value in changes.items()]
-        recipe = load_recipe(RECIPE, given, GPUS).recipe
+        overrides = [f"--{key}={value}" for key, value in changes.items()]
+        recipe = load_recipe(RECIPE, overrides, GPUS).recipe
         profile = simulated_profile(recipe)
         forecaster = Forecaster(recipe, GPUS, profile, sample=sample)
         sample = forecaster.sample
@@ -72,17 +72,19 @@ def panels() -> list[Panel]:
                 costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
                 ms_N[at] = costs.forward.total_ms + costs.backward.total_ms
         kinds = [module.kind for module in forecaster.modules]
-        found.append(Panel(title, kinds, ms_KN.reshape(len(kinds), GPUS, -1)))
-    return found
+        result.append(Panel(title, kinds, ms_KN.reshape(len(kinds), GPUS, -1)))
+    return result
 
 
 def draw_lockstep(file: Path) -> list[float]:
     """Draw the `panels` as SVG; return their steps in milliseconds."""
-    found = panels()
-    scale = (WIDTH - LEFT - 20) / max(panel.step_ms for panel in found)
+    all_panels = panels()
+    scale = (WIDTH - LEFT - 20) / max(panel.step_ms for panel in all_panels)
     height = GPUS * (BAR + GAP) + 40
-    body = [line for i, panel in enumerate(found) for line in _panel(panel, 34 + i * height, scale)]
-    total = 34 + len(found) * height
+    body = [
+        line for i, panel in enumerate(all_panels) for line in _panel(panel, 34 + i * height, scale)
+    ]
+    total = 34 + len(all_panels) * height
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" '
         'font-family="sans-serif" font-size="13">',
@@ -92,7 +94,7 @@ def draw_lockstep(file: Path) -> list[float]:
         "</svg>",
     ]
     replace_atomically(file, ("\n".join(svg) + "\n").encode())
-    return [panel.step_ms for panel in found]
+    return [panel.step_ms for panel in all_panels]
 
 
 def _legend() -> Iterator[str]:

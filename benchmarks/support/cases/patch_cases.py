@@ -18,7 +18,7 @@ KERNEL = (2, 14, 14)
 
 
 def patch_rows(patches: int, pairs: int) -> list[Row]:
-    """Seconds of a forward and backward, before (the baseline) and after, in fp32 and bf16."""
+    """Return times of forward and backward, before (the baseline) and after, in fp32 and bf16."""
     rows = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         before, after = _convolution(dtype), _convolution(dtype)

@@ -86,7 +86,7 @@ PLAYED = 200
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProgramChoice:
     """Recipe settings of separated modules."""
 
     tower_segments: int
@@ -126,7 +126,7 @@ class OurProgram:
         name: str,
         model: MultimodalModel,
         steps: Sequence[Sequence[Microbatch]],
-        choice: Choice,
+        choice: ProgramChoice,
         mesh: ParallelMesh,
     ) -> None:
         self.name, self.choice = name, choice
@@ -199,7 +199,7 @@ class Costs:
             tower = [module == "vision" for module, _ in flops]
             self.tower_share = (busy[tower].sum() / busy.sum()).item()
 
-    def rates(self, choice: Choice) -> dict[ActionKind, float]:
+    def rates(self, choice: ProgramChoice) -> dict[ActionKind, float]:
         """Return seconds per FLOP for the sub-microbatch size of a choice, or the largest one."""
         return self.seconds.get(choice.images, self.seconds[max(self.seconds)])
 
@@ -260,7 +260,7 @@ class Costs:
         speed = self.seconds[max(self.seconds)]
         return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed)
 
-    def ours_s(self, choice: Choice) -> float:
+    def ours_s(self, choice: ProgramChoice) -> float:
         """Return the simulated time of separated segments in seconds."""
         layout = plan_layout(choice.config(), self.descriptions, self.metas)
         return self.makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
@@ -301,11 +301,11 @@ def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
     return split[0] >= len(modules[0].costs)
 
 
-def choices(setting: Setting) -> list[Choice]:
+def choices(setting: Setting) -> list[ProgramChoice]:
     """Return all torchmm plans."""
     size = setting.size
     return [
-        Choice(tower, llm, images)
+        ProgramChoice(tower, llm, images)
         for tower in (1, 2, 4)
         for llm in (1, 2, 4)
         for images in setting.images
@@ -314,7 +314,7 @@ def choices(setting: Setting) -> list[Choice]:
 
 
 def choose_ours(
-    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
+    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[ProgramChoice], OurProgram]
 ) -> OurProgram:
     """Return the fastest torchmm program."""
     kept = sorted(choices(setting), key=costs.ours_s)[: setting.tried]
@@ -331,9 +331,9 @@ def choose_stock(
     """Return the fastest split under 1F1B or interleaved 1F1B."""
     tried: list[Split] = []
     for stages in (RANKS, 2 * RANKS):
-        every = splits(costs.modules, stages)
-        found = (split for split in every if in_front(costs.modules, split) is front)
-        tried += sorted(islice(found, PLAYED), key=costs.stock_s)[: setting.tried]
+        all_splits = splits(costs.modules, stages)
+        matching = (split for split in all_splits if in_front(costs.modules, split) is front)
+        tried += sorted(islice(matching, PLAYED), key=costs.stock_s)[: setting.tried]
     return watch.fastest([make(split) for split in tried], setting.turns)
 
 
@@ -344,11 +344,13 @@ def run_rank(setting: Setting) -> dict[str, Any]:
     descriptions = [module.describe() for module in model.modality_modules()]
     mesh = build_mesh(ParallelConfig(pipeline=RANKS), torch.device("cpu"))
 
-    def make(choice: Choice) -> OurProgram:
+    def make(choice: ProgramChoice) -> OurProgram:
         return OurProgram(OURS, model, steps, choice, mesh)
 
     watch = Stopwatch(setting.patience_s, QUIET)
-    costs = Costs(descriptions, [make(Choice(1, 1, images)) for images in setting.images], watch)
+    costs = Costs(
+        descriptions, [make(ProgramChoice(1, 1, images)) for images in setting.images], watch
+    )
     ours = choose_ours(setting, costs, watch, make)
     stock = [
         choose_stock(setting, costs, watch, front, partial(StockProgram, name, model, steps))
@@ -368,34 +370,34 @@ def run_rank(setting: Setting) -> dict[str, Any]:
 
 
 def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> float:
-    """Largest |g - g'| / |g| of any parameter and program after a step, against the first's."""
+    """Return the largest |g - g'| / |g| of any parameter against the first program."""
     reference: list[torch.Tensor] = []
     worst = 0.0
     for program in programs:
         program.step(0)
         for i, parameter in enumerate(model.parameters()):
-            own = parameter.grad
-            whole = torch.zeros_like(parameter) if own is None else own.clone()
-            dist.all_reduce(whole)
+            gradient = parameter.grad
+            summed = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+            dist.all_reduce(summed)
             if program is programs[0]:
-                reference.append(whole)
+                reference.append(summed)
             else:
-                error = (whole - reference[i]).norm() / reference[i].norm()
+                error = (summed - reference[i]).norm() / reference[i].norm()
                 worst = max(worst, error.item())
     return worst
 
 
-def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
+def rows(setting: Setting, results: dict[str, Any]) -> list[Row]:
     """Return the rows of the results."""
-    size, comparison = setting.size, found["comparison"]
+    size, comparison = setting.size, results["comparison"]
     assert isinstance(comparison, Comparison)
     case = (
         f"{RANKS} ranks, {size.tower_layers} + {size.llm_layers} layers, "
         f"{setting.microbatches} microbatches"
     )
-    made = comparison.rows(case, OURS, {FRONT: GOAL, SPREAD: None})
-    difference = found["difference"]
-    made.append(
+    table = comparison.rows(case, OURS, {FRONT: GOAL, SPREAD: None})
+    difference = results["difference"]
+    table.append(
         Row(case, "gradient difference", "relative", difference, goal=TOLERANCE, better="lower")
     )
-    return made
+    return table

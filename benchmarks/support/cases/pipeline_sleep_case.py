@@ -21,10 +21,10 @@ from support.sleepers import (
     LLM_LAYERS,
     RANKS,
     TOWER_LAYERS,
-    Choice,
     OurSleep,
+    SleepChoice,
+    SleepWork,
     StockSleep,
-    Work,
     chain_modules,
     durations,
 )
@@ -72,17 +72,17 @@ SETTINGS = {
 """Settings by size. "tiny" is for tests."""
 
 
-def load_work(setting: Setting) -> Work:
+def load_work(setting: Setting) -> SleepWork:
     """Return the first steps of a run with real documents."""
     packs = pack_documents(load_documents(), TOKENS, IMAGE_TOKENS, seed=SEED)
     counts = [sum(sample.images for sample in pack) for pack in packs]
     per_tower = TOWER_SHARE / (1 - TOWER_SHARE) * LLM_LAYERS * setting.layer_s
     size = setting.microbatches
     steps = [counts[i * size : (i + 1) * size] for i in range(setting.steps)]
-    return Work(steps, setting.layer_s, per_tower / TOWER_LAYERS / mean(counts))
+    return SleepWork(steps, setting.layer_s, per_tower / TOWER_LAYERS / mean(counts))
 
 
-def chain_layout(work: Work, split: Split) -> StageLayout:
+def chain_layout(work: SleepWork, split: Split) -> StageLayout:
     """Return the stages of `StockSleep` for simulation."""
     cuts: dict[str, list[Cut]] = {"vision": [], "llm": []}
     for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
@@ -94,7 +94,7 @@ def chain_layout(work: Work, split: Split) -> StageLayout:
 
 
 def makespan_s(
-    work: Work, graph_of: Callable[[int], StageGraph], order: Callable[..., ComputeOrder]
+    work: SleepWork, graph_of: Callable[[int], StageGraph], order: Callable[..., ComputeOrder]
 ) -> float:
     """Return the simulated time of all steps in seconds."""
     total = 0.0
@@ -106,7 +106,7 @@ def makespan_s(
     return total
 
 
-def stock_s(work: Work, split: Split) -> float:
+def stock_s(work: SleepWork, split: Split) -> float:
     """Return the simulated time of a PyTorch schedule in seconds."""
     layout = chain_layout(work, split)
 
@@ -117,12 +117,12 @@ def stock_s(work: Work, split: Split) -> float:
     return makespan_s(work, graph, lambda graph, seconds: interleaved_1f1b(graph))
 
 
-def ours_s(work: Work, choice: Choice) -> float:
+def ours_s(work: SleepWork, choice: SleepChoice) -> float:
     """Return the simulated time of separated segments in seconds."""
     return makespan_s(work, lambda index: choice.graph(work, index), separated)
 
 
-def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
+def splits(work: SleepWork, stages: int, front: bool) -> Iterator[Split]:
     """Yield even splits of a single pipeline for several assumed encoder costs."""
     if front:
         for extra in range(LLM_LAYERS // 4):
@@ -131,26 +131,26 @@ def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
                 yield TOWER_LAYERS + extra, *balanced_cuts([1.0] * rest, stages - 1)
         return
     tower, llm = chain_modules(work)
-    found = set()
+    cuts = set()
     for percent in range(50, 155, 10):
         costs = [cost * percent / 100 for cost in tower.costs]
-        found.add(tuple(balanced_cuts([*costs, *llm.costs], stages)))
-    yield from sorted(found)
+        cuts.add(tuple(balanced_cuts([*costs, *llm.costs], stages)))
+    yield from sorted(cuts)
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Candidates to measure: the fastest of each type in simulation."""
 
-    ours: list[Choice]
+    ours: list[SleepChoice]
     stock: dict[str, list[Split]]
     """Maps the name of a baseline to its splits."""
 
 
-def shortlist(work: Work, tried: int) -> Candidates:
+def shortlist(work: SleepWork, tried: int) -> Candidates:
     """Return the same number of candidates for each program."""
     choices = [
-        Choice(tower, llm, images)
+        SleepChoice(tower, llm, images)
         for tower in (1, 2, 3)
         for llm in (2, 3, 4)
         for images in (2, 4, 8)
@@ -158,8 +158,8 @@ def shortlist(work: Work, tried: int) -> Candidates:
     ours = sorted(choices, key=lambda choice: ours_s(work, choice))[:tried]
     stock = {}
     for name, front in ((FRONT, True), (SPREAD, False)):
-        every = [s for n in (1, 2, 3) for s in splits(work, n * RANKS, front)]
-        stock[name] = sorted(every, key=lambda split: stock_s(work, split))[:tried]
+        all_splits = [s for n in (1, 2, 3) for s in splits(work, n * RANKS, front)]
+        stock[name] = sorted(all_splits, key=lambda split: stock_s(work, split))[:tried]
     return Candidates(ours, stock)
 
 
@@ -169,7 +169,7 @@ def run(setting: Setting) -> dict[str, Any]:
     return run_ranks(run_rank, RANKS, setting, work, shortlist(work, setting.tried))
 
 
-def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, Any]:
+def run_rank(setting: Setting, work: SleepWork, candidates: Candidates) -> dict[str, Any]:
     """Measure all programs on this rank, and return the results."""
     watch = Stopwatch(setting.patience_s, QUIET)
     ours = watch.fastest([OurSleep(OURS, work, choice) for choice in candidates.ours])
@@ -186,9 +186,9 @@ def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, 
     }
 
 
-def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
+def rows(setting: Setting, results: dict[str, Any]) -> list[Row]:
     """Return the rows of the results."""
-    comparison = found["comparison"]
+    comparison = results["comparison"]
     assert isinstance(comparison, Comparison)
     case = (
         f"{RANKS} sleeping ranks, {TOWER_LAYERS} + {LLM_LAYERS} layers, "

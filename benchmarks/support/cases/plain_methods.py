@@ -133,7 +133,7 @@ def plain_options(
         method: `FSDP2` or `HSDP`.
         sharded: Plans of FSDP2. HSDP shards less, so only their tensor-parallel sizes can fit.
     """
-    found = []
+    options = []
     fitting = None if sharded is None else {each.recipe.parallel.tensor for each in sharded}
     for sized in plain_sizes(recomputing(recipe, "auto"), gpus, method, sample):
         if fitting is not None and sized.parallel.tensor not in fitting:
@@ -145,15 +145,15 @@ def plain_options(
             if option is None or option.step_ms >= best_ms:
                 break
             best_ms = option.step_ms
-            found.append(option)
-    found.sort(key=lambda option: option.step_ms)
+            options.append(option)
+    options.sort(key=lambda option: option.step_ms)
     refined = [
         simulate_plain(recomputing(option.recipe, mode), gpus, profile, sample)
-        for option in found[:REFINED]
+        for option in options[:REFINED]
         for mode in MODES
     ]
-    found += [option for option in refined if option is not None]
-    return sorted(found, key=lambda option: option.step_ms)
+    options += [option for option in refined if option is not None]
+    return sorted(options, key=lambda option: option.step_ms)
 
 
 def reordered_option(
@@ -178,9 +178,9 @@ def best_plain(
     by_method = {FSDP2: plain_options(recipe, gpus, profile, sample, FSDP2)}
     sharded = by_method[FSDP2]
     by_method[HSDP] = plain_options(recipe, gpus, profile, sample, HSDP, sharded)
-    every = [option for options in by_method.values() for option in options]
+    all_options = [option for options in by_method.values() for option in options]
     best: dict[str, Option | None] = {
         method: options[0] if options and options[0].step_ms < float("inf") else None
         for method, options in by_method.items()
     }
-    return best | {REORDERED: reordered_option(every, gpus, profile, sample)}
+    return best | {REORDERED: reordered_option(all_options, gpus, profile, sample)}

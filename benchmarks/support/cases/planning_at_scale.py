@@ -53,9 +53,9 @@ SCHEDULE, RECOMPUTE = "zero_bubble", "auto"
 class _Job(NamedTuple):
     setup: PlanningSetup
     metas: tuple[MicrobatchMeta, ...]
-    """Of one replica group."""
+    """Number per replica group."""
     packs: list[list[Item]]
-    """Of the global batch."""
+    """Number in the global batch."""
     forecaster: Forecaster
     step_ms: float
     """Simulated."""
@@ -64,8 +64,8 @@ class _Job(NamedTuple):
 @cache
 def job() -> _Job:
     """Return the recipe with these sizes."""
-    given = load_recipe(RECIPE, []).recipe
-    recipe = sized_recipe(given, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
+    base = load_recipe(RECIPE, []).recipe
+    recipe = sized_recipe(base, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
     devices = sum(s.devices for s in SIZES.values())
     forecaster = Forecaster(recipe, devices, load_profile("a800_disttrain"))
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
@@ -132,8 +132,8 @@ def rows(repetitions: int) -> list[Row]:
         tasks = local_tasks(plan, busiest)
         return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
 
-    own = arrange().places[0]
-    share = bytes(ForkingPickler.dumps([packs[n] for microbatch in own for n in microbatch]))
+    places = arrange().places[0]
+    share = bytes(ForkingPickler.dumps([packs[n] for microbatch in places for n in microbatch]))
     sent = bytes(ForkingPickler.dumps(planned))
     take_ms = least_ms(lambda: ForkingPickler.loads(sent), repetitions)
     arrange_ms, in_place_ms = (least_ms(each, repetitions) for each in (arrange, plan_all))

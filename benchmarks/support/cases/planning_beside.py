@@ -1,18 +1,16 @@
-"""Whether planning the next step slows the one that trains: two ranks and a planning process.
+"""Effect of planning the next step on the current step, with two ranks and a planning process.
 
-Two programs run the same plan of a step of the image-text model. One has the trainer's planner: its
-process searches, lowers and validates the next plan in the background. The step uses the plan that
-is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
-replays the plan, which is in memory. Both run it alternately, and a run begins when the planning
-process has nothing to do. It tries as many orders as a recipe's default allows, and, in cases of
-their own, so many that the time budget ends the search: planning then takes four fifths of every
-step.
+Two programs run the same plan of a step of the image-text model. The first has the planner of the
+trainer, whose process searches, lowers and validates the next plan in the background. The step uses
+the finished plan, sends it to the pipeline, converts it to actions and sums measured times. The
+second replays the plan from memory. The programs alternate, and a run begins when the planning
+process is idle. The number of orders is the default of recipes; additional cases have a number that
+exhausts the time budget, so planning takes 80 % of every step.
 
-A core is spare where ranks have all cores but the last, and the planning process has that one. On a
-machine with two cores the ranks then share one: steps are longer, the question is the same. Where
-there is no other core for it, the planning process is confined to the ranks' cores. It has the
-lowest priority there: ranks that compute go first, but switching and shared caches cost them time:
-steps may become slower, which the rows show and no goal limits.
+A core is spare if ranks have all cores except the last, which the planning process has. On a
+machine with two cores, both ranks then share one: steps are longer, but the comparison is the same.
+Without a spare core, the planning process shares the cores of the ranks with the lowest priority.
+Context switches and shared caches may slow steps; the rows show this, but no goal limits it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 
-from support.cases.pipeline_model_case import QUIET, RANKS, Choice, OurProgram
+from support.cases.pipeline_model_case import QUIET, RANKS, OurProgram, ProgramChoice
 from support.harness import Row
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
@@ -79,14 +77,14 @@ class Setting:
     runs: int
     evaluations: tuple[int | None, ...]
     patience_s: float
-    choice: Choice
+    choice: ProgramChoice
 
 
 DEFAULT = SearchConfig().evaluations
 SETTINGS = {
-    "full": Setting(Size(6, 16, 96, 96), 4, 20, (DEFAULT, 200_000), 30, Choice(1, 2, 4)),
-    "quick": Setting(Size(2, 2, 96, 96), 4, 1, (DEFAULT,), 0, Choice(1, 1, 4)),
-    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, (100,), 0, Choice(1, 1, 4)),
+    "full": Setting(Size(6, 16, 96, 96), 4, 20, (DEFAULT, 200_000), 30, ProgramChoice(1, 2, 4)),
+    "quick": Setting(Size(2, 2, 96, 96), 4, 1, (DEFAULT,), 0, ProgramChoice(1, 1, 4)),
+    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, (100,), 0, ProgramChoice(1, 1, 4)),
 }
 
 
@@ -99,7 +97,7 @@ class Cores:
 
     @property
     def spare(self) -> bool:
-        """Whether the planning process has separate cores."""
+        """True if the planning process has separate cores."""
         return not self.ranks & self.planning
 
     def __str__(self) -> str:
@@ -115,14 +113,14 @@ def divisions() -> list[Cores]:
         return []
     cores = sorted(os.sched_getaffinity(0))
     full = frozenset(cores[:RANKS])
-    found = [Cores(full, full)]
+    result = [Cores(full, full)]
     if len(cores) > 1:
-        found.insert(0, Cores(frozenset(cores[:-1][:RANKS]), frozenset(cores[-1:])))
-    return found
+        result.insert(0, Cores(frozenset(cores[:-1][:RANKS]), frozenset(cores[-1:])))
+    return result
 
 
 @dataclass(frozen=True)
-class SearchedChoice(Choice):
+class SearchedChoice(ProgramChoice):
     """Stages with a searched schedule.
 
     Attributes:
@@ -235,10 +233,10 @@ class Planned(Replayed):
 
 
 class SettledStopwatch(Stopwatch):
-    """Begins no step while the one behind another is still being planned."""
+    """Waits with each step until its plan is finished."""
 
     def __init__(self, planned: Planned, patience_s: float) -> None:
-        # The planning process is another program to this one, and may take a core.
+        # The planning process may occupy a core.
         super().__init__(patience_s, QUIET + 1 / (os.cpu_count() or 1))
         self.planned = planned
 
@@ -269,14 +267,14 @@ def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> 
 
 
 def measure(setting: Setting) -> Iterator[list[Row]]:
-    """Tables with and, as far as the machine has one, without a spare core."""
+    """Yield tables with a spare core, if the machine has one, and without."""
     everywhere: list[Cores | None] = [None]
     for cores, evaluations in product(divisions() or everywhere, setting.evaluations):
-        found = run_ranks(run_rank, RANKS, setting, cores, evaluations)
-        comparison = found["comparison"]
+        results = run_ranks(run_rank, RANKS, setting, cores, evaluations)
+        comparison = results["comparison"]
         case = _case(cores, evaluations)
-        print(f"planning: {case}: {comparison}; last: {found['statistics']}")
-        yield rows(cores, evaluations, found)
+        print(f"planning: {case}: {comparison}; last: {results['statistics']}")
+        yield rows(cores, evaluations, results)
 
 
 def _case(cores: Cores | None, evaluations: int | None) -> str:
@@ -285,9 +283,9 @@ def _case(cores: Cores | None, evaluations: int | None) -> str:
     return f"{where}, {limit} schedules"
 
 
-def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
+def rows(cores: Cores | None, evaluations: int | None, results: dict[str, Any]) -> list[Row]:
     """Return the rows of the results."""
-    comparison, statistics = found["comparison"], found["statistics"]
+    comparison, statistics = results["comparison"], results["statistics"]
     assert isinstance(comparison, Comparison)
     case = _case(cores, evaluations)
     goal = GOAL if cores and cores.spare else None

@@ -58,11 +58,11 @@ def step_rows(case: Case, seeds: int) -> list[Row]:
     sums = np.array([_step_ms(case, seed) for seed in range(seeds)])
     natural, equal_sums, sliced, bound = sums.T
     title = f"synchronized ranks, {case.name}"
-    gains, least = natural / sliced, f"step, default order / torchmm, minimum of {seeds}"
+    gains, metric = natural / sliced, f"step, default order / torchmm, minimum of {seeds}"
     return [
         Row(title, "step, default order / torchmm", "x", float(gains.mean()), 1.0, goal=1.0,
             kind="simulated"),
-        Row(title, least, "x", float(gains.min()), 1.0, goal=1.0, kind="simulated"),
+        Row(title, metric, "x", float(gains.min()), 1.0, goal=1.0, kind="simulated"),
         Row(title, "step, equal sums / torchmm", "x", float((equal_sums / sliced).mean()), 1.0,
             goal=1.0, kind="simulated"),
         Row(title, "step / mean rank", "x", float((sliced / bound).mean()),

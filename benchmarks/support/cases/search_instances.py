@@ -70,8 +70,8 @@ class Instance:
             forward_ms = stage_ms
             if layout.stages[task.stage].module == "vision":
                 total, parts = images[task.microbatch], counts[task.microbatch]
-                own = total // parts + (task.sub_microbatch < total % parts)
-                forward_ms = share * stage_ms * own / IMAGES_PER_PART
+                part_images = total // parts + (task.sub_microbatch < total % parts)
+                forward_ms = share * stage_ms * part_images / IMAGES_PER_PART
             compute[Action(ActionType.F, *task)] = forward_ms
             compute[Action(ActionType.B, *task)] = 2 * forward_ms
             kept[task] = round(1000 * forward_ms / stage_ms)

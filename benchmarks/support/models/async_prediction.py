@@ -1,9 +1,9 @@
-"""What async tensor parallelism is predicted to gain on GPUs that are not at hand.
+"""Predicted speedup of async tensor parallelism on GPUs that were not measured.
 
-As in DistTrain's figure 22: layers of the LLM backbone on one tensor-parallel group, forward and
-backward, with sequence parallelism. The cost model hides, of every transfer, all but the first
-block, as far as matrix products last. A simulation with the device table's published peaks and
-assumed efficiencies, never a measurement.
+The cases are those of figure 22 of DistTrain: layers of the LLM backbone on one tensor-parallel
+group, forward and backward, with sequence parallelism. The cost model overlaps all blocks of a
+transfer except the first with matrix products, as long as these last. This is a simulation with
+published peaks of the device table and assumed efficiencies, not a measurement.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BACKBONES = {"7B": "disttrain_mllm_9b", "13B": "disttrain_mllm_15b", "70B": "dis
 
 
 def prediction_rows(device: str = "a800_disttrain") -> list[Row]:
-    """Speed-ups of forward and backward of a backbone's layers."""
+    """Return speedups of forward and backward of the layers of a backbone."""
     rows = []
     for size, recipe in BACKBONES.items():
-        found = load_recipe(RECIPES / f"{recipe}.toml").recipe
-        modules = recipe_model(found).modality_modules()
+        loaded = load_recipe(RECIPES / f"{recipe}.toml").recipe
+        modules = recipe_model(loaded).modality_modules()
         llm = next(d for d in (module.describe() for module in modules) if d.kind == "llm")
         for tensor, (lowest, highest) in PAPER.items():
             plain, hidden = (
-                layers_ms(llm, device, tensor, overlap, found.training.sequence_length)
+                layers_ms(llm, device, tensor, overlap, loaded.training.sequence_length)
                 for overlap in (False, True)
             )
             case = f"{size} layers, TP {tensor}, {device}: {lowest}-{highest} published"

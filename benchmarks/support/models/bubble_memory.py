@@ -41,25 +41,27 @@ def plans_that_fit(model: Model) -> list[ColocatedPlan]:
         replace(shape, name=f"vision{i}").describe("encoder")
         for i, shape in enumerate(model.encoders)
     ]
-    own = [round(n) for n in _llm_bytes(model)]
-    found = colocated_plans(encoders, model.sizes, own, int(DEVICE_BYTES))
-    return [plan for plan in found if all(own.tensor_groups == 1 for own in plan.encoders)]
+    llm_bytes = [round(n) for n in _llm_bytes(model)]
+    plans = colocated_plans(encoders, model.sizes, llm_bytes, int(DEVICE_BYTES))
+    return [plan for plan in plans if all(encoder.tensor_groups == 1 for encoder in plan.encoders)]
 
 
 def activation_bytes(
-    model: Model, speed: Speed, plan: ColocatedPlan, found: BubbleSchedule
+    model: Model, speed: Speed, plan: ColocatedPlan, schedule: BubbleSchedule
 ) -> list[float]:
     """Return peak encoder activations in bytes for each LLM pipeline rank."""
     ranks = [0.0] * model.pipeline
-    for index, (shape, own) in enumerate(zip(model.encoders, plan.encoders, strict=True)):
-        begins, ends = found.forward_start_ps[index], found.backward_start_ps[index]
-        for pipeline, devices in enumerate(own.devices_MS.tolist()):
-            tasks = np.flatnonzero(found.pipeline_N[index] == pipeline)
+    for index, (shape, encoder_plan) in enumerate(zip(model.encoders, plan.encoders, strict=True)):
+        begins, ends = schedule.forward_start_ps[index], schedule.backward_start_ps[index]
+        for pipeline, devices in enumerate(encoder_plan.devices_MS.tolist()):
+            tasks = np.flatnonzero(schedule.pipeline_N[index] == pipeline)
             for stage, device in enumerate(devices):
                 spans = [(begins[t, stage, 0], ends[t, stage, -1]) for t in tasks]
-                most = max((sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0)
+                most_tasks = max(
+                    (sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0
+                )
                 kept = kept_bytes(shape, speed) / image_parts(speed)
-                ranks[device] += most * kept * own.layers[stage]
+                ranks[device] += most_tasks * kept * encoder_plan.layers[stage]
     return ranks
 
 

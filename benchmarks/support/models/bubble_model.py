@@ -115,8 +115,8 @@ class Model:
     @property
     def exposed(self) -> float:
         """LLM parameters per device, as a fraction of those in table 1."""
-        own = self.llm.describe("llm").parameters / self.pipeline
-        return own / (GPT_175B.describe("llm").parameters / 8)
+        parameters = self.llm.describe("llm").parameters / self.pipeline
+        return parameters / (GPT_175B.describe("llm").parameters / 8)
 
 
 def strong_scaling(gpus: int) -> Model:
@@ -198,7 +198,7 @@ class Llm:
             kind: (wire, times * first, 2 * wire, times * second, wire) * layers
             for kind, times in ((ActionType.F, 1), (ActionType.B, 2))
         }
-        merged = {kind: _merged(own) for kind, own in pieces.items()}
+        merged = {kind: _merged(kernels) for kind, kernels in pieces.items()}
         compute, wires = (value * layers for value in speed.layer_ms(shape, LLM_TOKENS))
         return llm_timeline(
             self.graph,
@@ -212,11 +212,11 @@ class Llm:
 
 def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
     """Return sub-layer chunks: communication, computation, ..., communication."""
-    found = list(pieces[:5])
+    merged = list(pieces[:5])
     for begin in range(5, len(pieces), 5):
-        found[-1] += pieces[begin]
-        found += pieces[begin + 1 : begin + 5]
-    return tuple(found)
+        merged[-1] += pieces[begin]
+        merged += pieces[begin + 1 : begin + 5]
+    return tuple(merged)
 
 
 def balanced_s(model: Model, speed: Speed) -> float:
@@ -229,8 +229,10 @@ def balanced_s(model: Model, speed: Speed) -> float:
 def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
     """Return times of the layers of the encoder and then of the LLM."""
     (encoder,) = model.encoders
-    own = speed.layer_ms(encoder, LLM_TOKENS * speed.patches)
-    return [own] * encoder.layers + [speed.layer_ms(model.llm, LLM_TOKENS)] * model.llm.layers
+    encoder_ms = speed.layer_ms(encoder, LLM_TOKENS * speed.patches)
+    return [encoder_ms] * encoder.layers + [
+        speed.layer_ms(model.llm, LLM_TOKENS)
+    ] * model.llm.layers
 
 
 def chain_layers(model: Model, speed: Speed) -> list[tuple[int, int]]:
@@ -247,7 +249,9 @@ def megatron_s(model: Model, speed: Speed) -> float:
     """
     llm = [speed.layer_ms(model.llm, LLM_TOKENS)] * (model.llm.layers // model.pipeline)
     tokens = LLM_TOKENS * speed.patches
-    front = [own for e in model.encoders for own in [speed.layer_ms(e, tokens)] * e.layers]
+    front = [
+        layer_ms for e in model.encoders for layer_ms in [speed.layer_ms(e, tokens)] * e.layers
+    ]
     return _chain_s(model, 1, [front + llm, *[llm] * (model.pipeline - 1)])
 
 
@@ -257,8 +261,8 @@ def _chain_s(model: Model, virtual: int, stages: Sequence[Sequence[tuple[float, 
     sums = [tuple(map(sum, zip(*stage, strict=True))) for stage in stages]
     costs = _stage_costs(model, order, lambda s: sums[s][0], lambda s: sums[s][1])
     pieces = layer_pieces(graph, costs)
-    found = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
-    return found.llm_ps / PICOSECONDS_PER_MS / 1e3
+    timeline = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
+    return timeline.llm_ps / PICOSECONDS_PER_MS / 1e3
 
 
 def _interleaved(model: Model, virtual: int) -> tuple[StageGraph, ComputeOrder]:

@@ -1,7 +1,7 @@
-"""What cutting a matrix product into blocks of rows costs, without any transfer.
+"""Cost of dividing a matrix product into blocks of rows, without any transfer.
 
-Blocks are those of `torchmm.extensions.async_tp.backends.RingBackend`: the rank's own slice at
-once, every other slice in a number of chunks.
+Blocks are those of `torchmm.extensions.async_tp.backends.Ring`: the local slice in one block, every
+other slice in several chunks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def product_rows(products: Products, device: torch.device, repetitions: int) -> 
     out = x.new_empty(products.tokens, products.outputs)
     times_s: dict[int, list[float]] = {chunks: [] for chunks in (0, *CHUNKS)}
     for _ in range(1 + repetitions):
-        for chunks, found in times_s.items():
+        for chunks, samples_s in times_s.items():
             size = products.tokens // products.ranks
             lengths = [size] + [size // max(chunks, 1)] * (products.ranks - 1) * chunks
             lengths = lengths if chunks else [products.tokens]
@@ -54,7 +54,7 @@ def product_rows(products: Products, device: torch.device, repetitions: int) -> 
             for length in lengths:
                 torch.mm(x[start : start + length], weight, out=out[start : start + length])
                 start += length
-            found.append(_now_s(device) - begin_s)
+            samples_s.append(_now_s(device) - begin_s)
     whole_ms = median(times_s[0][1:]) * 1e3
     return [
         Row(

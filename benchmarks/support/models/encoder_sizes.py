@@ -124,7 +124,7 @@ def encoder_plans(
     if min(llm) < 1:
         raise ValueError(f"{llm}: all sizes must be at least 1")
     heads = {layer.heads for layer in encoder.layers}
-    found = []
+    result = []
     for pipeline, tensor in product(_divisors(llm.pipeline), _divisors(llm.tensor)):
         if pipeline > len(encoder.layers) or any(count % tensor for count in heads):
             continue
@@ -137,8 +137,8 @@ def encoder_plans(
         ]
         nbytes = tuple(state_bytes(count, data, compute_bytes) for count in counts)
         sizes = ParallelSizes(data, pipeline, tensor)
-        found.append(EncoderPlan(encoder.name, sizes, llm, tuple(layers), nbytes))
-    return found
+        result.append(EncoderPlan(encoder.name, sizes, llm, tuple(layers), nbytes))
+    return result
 
 
 def colocated_plans(
@@ -163,24 +163,24 @@ def colocated_plans(
     """
     if len(llm_bytes) != llm.pipeline:
         raise ValueError(f"bytes of {len(llm_bytes)} ranks for a pipeline of {llm.pipeline}")
-    every = [
+    all_plans = [
         ColocatedPlan(
             plans,
             tuple(
-                own + sum(plan.rank_bytes[rank] for plan in plans)
-                for rank, own in enumerate(llm_bytes)
+                rank_llm_bytes + sum(plan.rank_bytes[rank] for plan in plans)
+                for rank, rank_llm_bytes in enumerate(llm_bytes)
             ),
         )
         for plans in product(
             *(encoder_plans(e, llm, compute_bytes=compute_bytes, states=states) for e in encoders)
         )
     ]
-    if not every:
+    if not all_plans:
         names = [encoder.name for encoder in encoders]
         raise ValueError(f"no plan of {names} has enough stages and heads for {llm}")
-    fitting = [plan for plan in every if plan.worst_bytes <= limit_bytes]
+    fitting = [plan for plan in all_plans if plan.worst_bytes <= limit_bytes]
     if not fitting:
-        leanest = min(every, key=lambda plan: plan.worst_bytes)
+        leanest = min(all_plans, key=lambda plan: plan.worst_bytes)
         rank = leanest.rank_bytes.index(leanest.worst_bytes)
         sizes = ", ".join(f"{p.name} {tuple(p.sizes)}" for p in leanest.encoders)
         raise ValueError(

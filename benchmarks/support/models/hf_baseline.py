@@ -37,7 +37,7 @@ class HfBaseline:
     bf16: bool
 
     def step(self, batch: PaddedBatch) -> float:
-        """One optimizer step; the loss before it, in nats per target."""
+        """Run an optimizer step and return the loss before it, in nats per target."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.model(**batch, use_cache=False).loss
         loss.backward()
@@ -48,7 +48,7 @@ class HfBaseline:
 
 
 def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) -> HfBaseline:
-    """Hugging Face's model with the weights of `ours`, set up as `recipe` says."""
+    """Return the model of Hugging Face with the weights of `ours` and the settings of `recipe`."""
     model = build_hf_model(recipe, ours, device)
     if recipe.activation_checkpoint.mode != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -60,7 +60,7 @@ def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) 
 def build_hf_model(
     recipe: Recipe, ours: MultimodalModel, device: torch.device
 ) -> LlavaForConditionalGeneration:
-    """Hugging Face's model with the weights of `ours`, frozen and compiled as `recipe` says."""
+    """Return the model with the weights of `ours`, frozen and compiled as in `recipe`."""
     with torch.device(device):
         model = LlavaForConditionalGeneration._from_config(
             copy.deepcopy(ours.composite), attn_implementation="sdpa", dtype=torch.float32
@@ -78,7 +78,7 @@ def build_hf_model(
 
 
 def build_optimizer(model: LlavaForConditionalGeneration, recipe: Recipe) -> torch.optim.AdamW:
-    """Over all parameters that are trained."""
+    """Return the optimizer of all trained parameters."""
     config = recipe.optimizer
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
@@ -97,17 +97,17 @@ def _copy_weights(model: LlavaForConditionalGeneration, ours: MultimodalModel) -
         for name, value in module.state_dict().items():
             theirs = hf_name(prefixes, module.name, name)
             assert theirs is not None, name
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            model.get_parameter(theirs).copy_(whole)
+            full_value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            model.get_parameter(theirs).copy_(full_value)
 
 
 def pad_batch(
     captions: Captions, microbatch: Microbatch, vision: dict, device: torch.device
 ) -> PaddedBatch:
-    """The samples of `microbatch`, in its order, as the processor pads them: model arguments.
+    """Return the samples of `microbatch` in its order, padded by the processor, as arguments.
 
     Raises:
-        ValueError: the token ids differ from those of `microbatch`.
+        ValueError: The token ids differ from those of `microbatch`.
     """
     tokenizer = captions.tokenizer
     size = {"height": vision["image_size"], "width": vision["image_size"]}

@@ -50,18 +50,18 @@ HALVES = (("query", "key", "value"), ("attention_output",)), (("gate", "up"), ("
 
 
 class KernelStep(NamedTuple):
-    """What `optimus_kernels` returns."""
+    """Result of `optimus_kernels`."""
 
     graph: StageGraph
     """The step's, with the replica that runs each encoder task."""
     order: ComputeOrder
     schedule: BubbleSchedule
-    """Of kernels."""
+    """Schedule of kernels."""
     hidden_ms: dict[Action, float]
-    """By encoder action: how long its kernels are inside of the LLM's actions."""
+    """Time of the kernels of each encoder action during LLM actions."""
 
     def costs(self, costs: PlanCosts) -> PlanCosts:
-        """Costs of the step without what is hidden."""
+        """Return the costs of the step without the hidden time."""
         compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
         for action, hidden in self.hidden_ms.items():
             if action in compute:
@@ -79,19 +79,19 @@ def optimus_kernels(
     sharding: Gathering = "none",
     evaluations: int = 256,
 ) -> KernelStep:
-    """The shortest step found.
+    """Return the shortest step found.
 
     Args:
-        graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
-        costs: of the graph.
-        modules: complete encoders, LLM and generator.
-        llm_schedule: name of a classic schedule for the LLM alone, or "searched".
-        sharding: as for `optimus`.
-        evaluations: as for `fill_bubbles`, and of the LLM's search.
+        graph: Graph of a colocated layout (`torchmm.pipelining.schedules.colocated`).
+        costs: Costs of the graph.
+        modules: Complete encoders, LLM and generator.
+        llm_schedule: Name of a classic schedule for the LLM alone, or "searched".
+        sharding: Argument of `optimus`.
+        evaluations: Argument of `fill_bubbles` and of the search for the LLM.
 
     Raises:
-        SimulationError: a cost is missing or no duration.
-        ValueError: as for `optimus`; no searched order fits into memory.
+        SimulationError: A cost is missing or not a duration.
+        ValueError: As for `optimus`, or no searched order fits into memory.
     """
     names = encoder_names(graph.layout)
     encoders = [module for name in names for module in modules if module.name == name]
@@ -102,9 +102,9 @@ def optimus_kernels(
         order = backbone_order(graph, schedule, sequence)
         pieces = layer_pieces(graph, costs)
         timeline = llm_timeline(graph, order, costs, pieces, sharding=sharding)
-        found = fill_bubbles(timeline, works, evaluations=evaluations)
-        if best is None or found.total_ms < best.total_ms:
-            best = found
+        candidate = fill_bubbles(timeline, works, evaluations=evaluations)
+        if best is None or candidate.total_ms < best.total_ms:
+            best = candidate
     assert best is not None
     placed = place_encoders(graph, best)
     actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
@@ -114,7 +114,7 @@ def optimus_kernels(
 def _schedule(
     name: str, costs: PlanCosts, sequence: Sequence[int], evaluations: int
 ) -> Callable[[StageGraph], ComputeOrder]:
-    """Of a backbone that takes microbatches in some sequence."""
+    """Return the schedule of a backbone with a given sequence of microbatches."""
     if name != SEARCHED:
         return order_named(name)
 
@@ -134,17 +134,17 @@ def _schedule(
 
 
 def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) -> EncoderWork:
-    """`encoder_work` with kernels in the place of actions.
+    """Return `encoder_work` with kernels in place of actions.
 
     Args:
-        graph: of the step.
-        costs: of the graph; `tensor_ms` is what collectives take.
-        module: the complete encoder.
+        graph: Graph of the step.
+        costs: Costs of the graph; `tensor_ms` is the time of collectives.
+        module: Complete encoder.
 
     Raises:
-        SimulationError, ValueError: as `encoder_work`.
+        SimulationError, ValueError: As for `encoder_work`.
     """
-    whole = encoder_work(graph, costs, module.name)
+    work = encoder_work(graph, costs, module.name)
     sent = encoder_work(
         graph,
         replace(costs, compute_ms={a: costs.tensor_ms.get(a, 0.0) for a in costs.compute_ms}),
@@ -153,18 +153,18 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
     groups = pipeline_stages(graph, module.name)
     layers = [[stage.stop - stage.start for stage in stages] for stages in groups]
     forward, forward_links = _kernels(
-        whole.forward_ms_NSK, sent.forward_ms_NSK, layers, _chain(module.layers[0], 1)
+        work.forward_ms_NSK, sent.forward_ms_NSK, layers, _chain(module.layers[0], 1)
     )
-    total = whole.forward_ms_NSK.sum()
-    times = max(1, round(float(whole.backward_ms_NSK.sum() / total))) if total else 1
+    total = work.forward_ms_NSK.sum()
+    times = max(1, round(float(work.backward_ms_NSK.sum() / total))) if total else 1
     backward, backward_links = _kernels(
-        whole.backward_ms_NSK,
+        work.backward_ms_NSK,
         sent.backward_ms_NSK,
-        [own[::-1] for own in layers],
+        [layer[::-1] for layer in layers],
         _chain(module.layers[0], times)[::-1],
     )
     return replace(
-        whole,
+        work,
         forward_ms_NSK=forward,
         backward_ms_NSK=backward,
         forward_links_K=forward_links,
@@ -173,13 +173,13 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
 
 
 def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float]:
-    """How much of each encoder action runs inside of the LLM's actions.
+    """Return the time of each encoder action that overlaps with LLM actions.
 
     Args:
-        schedule: of `kernel_work`s.
-        graph: of the step.
+        schedule: Schedule of `kernel_work`s.
+        graph: Graph of the step.
     """
-    found: dict[Action, float] = {}
+    hidden: dict[Action, float] = {}
     for index, work in enumerate(schedule.works):
         groups = pipeline_stages(graph, work.name)
         devices_NS = work.devices_MS[schedule.pipeline_N[index]]
@@ -188,20 +188,20 @@ def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float
             (ActionType.B, schedule.backward_start_ps[index], work.backward_ms_NSK),
         ):
             for position, stages in enumerate(groups):
-                own = stages if kind is ActionType.F else stages[::-1]
+                ordered = stages if kind is ActionType.F else stages[::-1]
                 for row, task in enumerate(work.tasks):
                     llm = schedule.llm[devices_NS[row, position] // work.tensor_groups]
                     begin = starts_ps[row, position]
                     end = begin + np.rint(ms_NSK[row, position] * PICOSECONDS_PER_MS)
                     inside = _active_ps(llm, end) - _active_ps(llm, begin)
                     sums = inside.reshape(max(map(len, groups)), -1).sum(1) / PICOSECONDS_PER_MS
-                    for stage, value in zip(own, sums.tolist(), strict=False):
-                        found[Action(kind, stage.index, *task)] = value
-    return found
+                    for stage, value in zip(ordered, sums.tolist(), strict=False):
+                        hidden[Action(kind, stage.index, *task)] = value
+    return hidden
 
 
 def _active_ps(llm: RankActions, time_ps: Array | Int64s) -> Array:
-    """How long a rank's LLM actions have run until given times."""
+    """Return the accumulated time of the LLM actions of a rank at given times."""
     edges = np.stack((llm.start_ps, llm.end_ps), 1).reshape(-1)
     ran = np.cumsum(llm.end_ps - llm.start_ps)
     sums = np.stack((ran - (llm.end_ps - llm.start_ps), ran), 1).reshape(-1)
@@ -209,14 +209,14 @@ def _active_ps(llm: RankActions, time_ps: Array | Int64s) -> Array:
 
 
 def _chain(layer: LayerDescription, times: int) -> list[float | None]:
-    """A layer's kernels: shares of its computation; None: a collective."""
+    """Return the kernels of a layer as fractions of its computation; None is a collective."""
     linears = {name: a * b for name, (a, b) in layer_linears(layer).items()}
-    every = sum(linears.get(name, 0) for half in HALVES for own in half for name in own)
-    found: list[float | None] = []
+    total = sum(linears.get(name, 0) for half in HALVES for pair in half for name in pair)
+    kernels: list[float | None] = []
     for half in HALVES:
-        shares = [sum(linears.get(name, 0) for name in own) / every for own in half]
-        found += [None, *(share / times for share in shares for _ in range(times)), None]
-    return found
+        shares = [sum(linears.get(name, 0) for name in pair) / total for pair in half]
+        kernels += [None, *(share / times for share in shares for _ in range(times)), None]
+    return kernels
 
 
 def _kernels(
@@ -225,23 +225,16 @@ def _kernels(
     layers: Sequence[Sequence[int]],
     chain: Sequence[float | None],
 ) -> tuple[Array, np.ndarray]:
-    """Durations and which of them communicate.
-
-    Args:
-        whole_ms_NSK: of actions.
-        sent_ms_NSK: of their collectives.
-        layers: by pipeline stage and action.
-        chain: of a layer, see `_chain`.
-    """
-    most = max(max(own) for own in layers)
-    links = np.array([share is None for share in chain] * most)
+    """Return durations of kernels, and which kernels communicate."""
+    most_kernels = max(max(layer_kernels) for layer_kernels in layers)
+    links = np.array([share is None for share in chain] * most_kernels)
     shares = np.zeros((*whole_ms_NSK.shape[1:], len(links)))
     wires = np.zeros_like(shares)
-    for position, own in enumerate(layers):
-        for index, count in enumerate(own):
+    for position, layer_kernels in enumerate(layers):
+        for index, count in enumerate(layer_kernels):
             row = [share or 0.0 for share in chain] * count
             shares[position, index, : len(row)] = np.array(row) / count
             wires[position, index, : len(row)] = links[: len(row)] / (4 * count)
     computed_ms = (whole_ms_NSK - sent_ms_NSK)[..., None] * shares
-    found = computed_ms + sent_ms_NSK[..., None] * wires
-    return found.reshape(*whole_ms_NSK.shape[:2], -1), np.tile(links, whole_ms_NSK.shape[2])
+    kernel_ms = computed_ms + sent_ms_NSK[..., None] * wires
+    return kernel_ms.reshape(*whole_ms_NSK.shape[:2], -1), np.tile(links, whole_ms_NSK.shape[2])

@@ -1,4 +1,4 @@
-"""What an action of equal layers consists of, of which only the total time is known."""
+"""Pieces of an action with equal layers, derived from its total time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 
 
 def layer_pieces(graph: StageGraph, costs: PlanCosts) -> Pieces:
-    """Actions as equal layers; each gathers, computes, scatters, gathers, computes and scatters."""
+    """Return actions as equal layers with gather, compute, scatter, gather, compute and scatter."""
 
     def pieces(action: Action) -> Sequence[float]:
         whole_ms = costs.compute_ms[action]

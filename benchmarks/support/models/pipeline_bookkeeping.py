@@ -65,12 +65,12 @@ def build_sides() -> Sides:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)]
     microbatches = list(torch.randn(MICROBATCHES, 1, WIDTH).unbind())
     example = torch.empty(1, WIDTH, requires_grad=True)
-    own = [
+    torch_stages = [
         TorchStage(layers[i], i, STAGES, CPU, input_args=example, output_args=example)
         for i in range(rank, STAGES, ranks)
     ]
     schedule = ScheduleInterleaved1F1B(
-        own, MICROBATCHES, lambda output, target: output.sum(), scale_grads=False
+        torch_stages, MICROBATCHES, lambda output, target: output.sum(), scale_grads=False
     )
     order = [
         [_translate(action) for action in schedule.pipeline_order[r] if action is not None]
@@ -140,18 +140,18 @@ def _seconds(program: Callable[[], object]) -> float:
 
 
 def time_sides(repetitions: int) -> tuple[int, list[tuple[float, ...]]]:
-    """(tasks, seconds of torchmm, torch and plain in every repetition)."""
+    """Return the number of tasks, and the seconds of torchmm, torch and plain by repetition."""
     *programs, tasks = build_sides()
     programs = [program for program in programs if program is not None]
-    found = []
+    times = []
     for turn in range(repetitions + 5):
         order = list(range(len(programs)))
         if turn % 2:
             order.reverse()
-        taken = {i: _seconds(programs[i]) for i in order}
+        seconds = {i: _seconds(programs[i]) for i in order}
         if turn >= 5:  # warm
-            found.append(tuple(taken[i] for i in range(len(programs))))
-    return tasks, found
+            times.append(tuple(seconds[i] for i in range(len(programs))))
+    return tasks, times
 
 
 def measure(repetitions: int) -> list[Row]:

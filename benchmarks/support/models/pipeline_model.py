@@ -48,7 +48,7 @@ class Size:
     llm_width: int
 
     def build(self) -> MultimodalModel:
-        """The full model with the same random weights on every rank."""
+        """Return the full model with the same random weights on every rank."""
         tower, llm = self.tower_width, self.llm_width
         config = {
             "llm": {
@@ -87,22 +87,26 @@ class Size:
 
 
 def load_steps(steps: int, microbatches: int) -> tuple[str, list[list[Microbatch]]]:
-    """The first steps of a run over the real documents, and what they are."""
+    """Return a description and the first steps of a run over the real documents."""
     documents = load_documents()
     packs = pack_documents(documents, TOKENS, IMAGE_TOKENS, SHORTEN, SEED)
-    made = [make_microbatch(pack, seed) for seed, pack in enumerate(packs[: steps * microbatches])]
-    return documents.source, [made[i * microbatches : (i + 1) * microbatches] for i in range(steps)]
+    microbatch_list = [
+        make_microbatch(pack, seed) for seed, pack in enumerate(packs[: steps * microbatches])
+    ]
+    return documents.source, [
+        microbatch_list[i * microbatches : (i + 1) * microbatches] for i in range(steps)
+    ]
 
 
 def steps_of(counts: Sequence[Sequence[int]], tokens: int) -> list[list[Microbatch]]:
-    """Steps whose microbatches are a document each, with these numbers of images."""
+    """Return steps with a document per microbatch, with these numbers of images."""
     seeds = count()
     return [[make_microbatch([Sample(n, tokens)], next(seeds), tokens) for n in step]
             for step in counts]  # fmt: skip
 
 
 def make_microbatch(samples: Sequence[Sample], seed: int, tokens: int = TOKENS) -> Microbatch:
-    """Random ids and pixels in the places of the samples' text and images; padding after them."""
+    """Return a microbatch with random ids and pixels for text and images, padded at the end."""
     generator = torch.Generator().manual_seed(seed)
     ids_T = torch.randint(VOCAB - 1, (tokens,), generator=generator)
     targets_T = torch.full((tokens,), IGNORE_TARGET)
@@ -131,23 +135,23 @@ def make_microbatch(samples: Sequence[Sample], seed: int, tokens: int = TOKENS) 
 def stages_of_rank(
     model: MultimodalModel, layout: StageLayout, rank: int
 ) -> dict[int, LayeredModule]:
-    """Stages by index, as views of a full model: several layouts can share its weights."""
-    found: dict[int, LayeredModule] = {}
+    """Return stages by index, as views of a full model, so that layouts can share its weights."""
+    views: dict[int, LayeredModule] = {}
     for module in model.modality_modules():
-        own = [stage for stage in layout.stages if stage.module == module.name]
-        ranges = stage_ranges([(stage.start, stage.stop) for stage in own])
-        for stage, part in zip(own, ranges, strict=True):
+        stages = [stage for stage in layout.stages if stage.module == module.name]
+        ranges = stage_ranges([(stage.start, stage.stop) for stage in stages])
+        for stage, part in zip(stages, ranges, strict=True):
             if rank in stage.ranks:
-                found[stage.index] = module.stage_view(part)
-    return found
+                views[stage.index] = module.stage_view(part)
+    return views
 
 
 def views_of_chain(
     model: MultimodalModel, start: int, stop: int
 ) -> tuple[LayeredModule | None, LayeredModule | None]:
-    """(tower's share, LLM's share) of layers [start, stop) of the encoder and then the LLM.
+    """Return the tower part and the LLM part of layers [start, stop) of the encoder and the LLM.
 
-    The stage with the tower's last layer also has the LLM's embedding.
+    The stage with the last layer of the tower also has the embedding of the LLM.
     """
     vision, llm = model.modality_modules()
     depth, last = len(vision.layers), len(vision.layers) + len(llm.layers)

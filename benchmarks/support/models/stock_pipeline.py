@@ -66,7 +66,7 @@ class ChainStage(nn.Module):
         self.current = step
 
     def forward(self, x: Tensor, *, index: Tensor) -> Tensor:
-        """Hidden states or, in the last stage, the loss (1,); x of the first stage is unused."""
+        """Return hidden states or, in the last stage, the loss (1,); the first ignores x."""
         # gloo sends contiguous tensors only.
         return self._run(self.current.microbatches[int(index)], x).contiguous()
 
@@ -84,7 +84,7 @@ class ChainStage(nn.Module):
         inputs = microbatch.encoders.get("vision")
         if inputs is None:
             if self.tower.is_first and not self.tower.is_last:
-                # Nothing is to be computed, but a gradient is expected to come back.
+                # No layer runs, but the schedule expects a gradient.
                 parameter = next(self.tower.parameters())
                 width = self.tower.spec.config.hidden_size
                 return torch.zeros(self.most_images, GRID**2, width) + 0 * parameter.sum()
@@ -144,7 +144,7 @@ class StockSchedule:
             self.schedule = ScheduleInterleaved1F1B(stages, microbatches, loss, scale_grads=False)
 
     def run(self) -> float:
-        """A step; the seconds of this rank's forwards and backwards."""
+        """Run a step and return the seconds of forwards and backwards on this rank."""
         for stage in self.stages:
             stage.busy_s = 0.0
         arguments = (self.index_M,) if self.is_first else ()
@@ -192,7 +192,7 @@ class StockProgram:
 def message_shape(
     model: MultimodalModel, start: int, most_images: int, tokens: int
 ) -> tuple[int, ...]:
-    """What the stage with layers from `start` on receives; after the last layer: the loss."""
+    """Return the input shape of the stage that starts at a layer; after the last: the loss."""
     vision, llm = model.modality_modules()
     depth = len(vision.layers)
     if start < depth:

@@ -1,7 +1,7 @@
 """The baseline of TRL: its SFTTrainer on the model, optimizer and batches of `hf_baseline.py`.
 
-Its head and loss look at targets only, in tiles. A step is `SFTTrainer.training_step` and what
-`Trainer.train` does behind it; `train` itself cannot be stopped and timed every few steps.
+Its head and loss read targets only, in tiles. A step is `SFTTrainer.training_step` and the steps of
+`Trainer.train` after it, because `train` itself cannot be stopped and timed every few steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrlBaseline:
     optimizer: Any
 
     def step(self, batch: PaddedBatch) -> float:
-        """One optimizer step; the loss before it, in nats per target."""
+        """Run an optimizer step and return the loss before it, in nats per target."""
         loss = self.trainer.training_step(self.model, dict(batch))
         most = self.trainer.args.max_grad_norm
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), most)
@@ -45,7 +45,7 @@ def build_baseline(
     device: torch.device,
     scratch: Path,
 ) -> TrlBaseline:
-    """TRL's trainer with the weights of `ours`, set up as `recipe` says."""
+    """Return the trainer of TRL with the weights of `ours` and the settings of `recipe`."""
     config = SFTConfig(
         output_dir=str(scratch / "trl"),
         max_grad_norm=recipe.optimizer.max_grad_norm,
@@ -60,7 +60,7 @@ def build_baseline(
     trainer = SFTTrainer(
         model,
         config,
-        # Batches are given step by step; an example of their columns has to be there.
+        # Batches are passed step by step; the trainer requires an example of their columns.
         train_dataset=Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]}),
         data_collator=torch.utils.data.default_collate,
         processing_class=tokenizer,

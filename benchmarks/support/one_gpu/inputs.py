@@ -20,7 +20,7 @@ from torchmm.models.multimodal import MultimodalModel
 def encoder_inputs(
     module: EncoderModule, pack: MicrobatchMeta, device: torch.device
 ) -> EncoderInputs:
-    """Random images of the pack's sizes; (N, C, height, width), or (P, D) for variable sizes."""
+    """Return random images: (N, C, height, width), or (P, D) for variable sizes."""
     images = pack.images_read_by(module.name)
     example = module.dummy_inputs(torch.device("meta"))
     spec = module.image_spec()
@@ -37,8 +37,10 @@ def encoder_inputs(
 
 
 def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
-    """(frames, rows, columns) of the image's patches, as square as can be; both sides are multiples
-    of `step`. An audio clip (0) is one row."""
+    """Return (frames, rows, columns) of the patches of an image, as square as possible.
+
+    Rows and columns are multiples of `step`. If it is 0 (audio), the grid has one row.
+    """
     patches = image.patches // image.frames
     if step == 0:
         return image.frames, 1, patches
@@ -50,9 +52,9 @@ def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
 def text_microbatch(
     model: MultimodalModel, pack: MicrobatchMeta, device: torch.device
 ) -> Microbatch:
-    """The pack's samples as the LLM reads them: placeholders, then text; padding at the end.
+    """Return the samples of a pack as LLM inputs: placeholders, then text, padding at the end.
 
-    Pixels are left out: encoders' outputs are given.
+    Pixels are missing: the outputs of encoders are inputs.
     """
     starts = list(accumulate((sample.tokens for sample in pack.samples), initial=0))
     if starts[-1] < pack.tokens:

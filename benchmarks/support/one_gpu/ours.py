@@ -263,7 +263,7 @@ class OurSide:
         updates.apply, train_step.run = timed_apply, noted_run  # type: ignore[method-assign]
 
     def step(self, index: int) -> float:
-        """Train on batch `index` and return its loss."""
+        """Run a training step with batch `index` and return its loss."""
         done = self.trainer.run_step(iter([self.batches[index]]))
         assert done is not None
         return done.record["loss"]
@@ -295,7 +295,7 @@ class OurSide:
         return found
 
     def close(self) -> None:
-        """Stop the threads of the trainer and let go of the model."""
+        """Stop the threads of the trainer and free the model."""
         self.trainer.close()
         del self.trainer, self.batches
         self.outcome = None

@@ -139,7 +139,7 @@ class Recorder:
             self._arm()
 
     def reset(self) -> None:
-        """Forget all limits but that of the program."""
+        """Remove all limits except that of the program."""
         self._disarm()
         del self._ends_s[1:]
 
@@ -208,7 +208,7 @@ def free_memory() -> None:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the local variables of an error's frames, which may hold a model."""
+    """Free the local variables in the frames of an error, which may reference a model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -135,7 +135,7 @@ def _offload_states(bench: Bench, name: str) -> None:
 
 
 def _offload_inputs(bench: Bench, name: str) -> None:
-    """Full recomputation against a plan that may keep layer inputs in host memory."""
+    """Compare full recomputation with a plan that may offload layer inputs to host memory."""
     full = {"activation_checkpoint": {"mode": "full"}}
     expected = _losses(bench, _shallow(bench), full)
     limit = f"{(_tight_bytes(bench) >> 20) + 2} MiB"

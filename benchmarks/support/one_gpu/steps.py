@@ -27,10 +27,10 @@ class Side(Protocol):
     flops: list[float]
     """Model FLOPs of each batch."""
     wait_s: float
-    """Time that the host has waited for the device at the end of forward and backward."""
+    """Total wait time of the host for the device at the end of forward and backward."""
 
     def step(self, index: int) -> float:
-        """Train on batch `index` and return its loss."""
+        """Run a training step with batch `index` and return its loss."""
 
     def close(self) -> None:
         """Stop threads and release files."""

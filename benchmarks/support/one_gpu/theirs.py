@@ -136,7 +136,7 @@ class HfSide:
         self.targets = [sum(m.target_count for m in b.microbatches) for b in batches]
 
     def step(self, index: int) -> float:
-        """Train on batch `index` and return its loss."""
+        """Run a training step with batch `index` and return its loss."""
         losses = [
             self.backward(inputs, self.targets[index], len(self.batches[index]))
             for inputs in self.batches[index]
@@ -161,11 +161,11 @@ class HfSide:
         return output.loss.detach()
 
     def clip(self) -> None:
-        """Clip the gradients."""
+        """Apply gradient clipping."""
         nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
 
     def close(self) -> None:
-        """Let go of the model, and put back the functions that liger-kernel replaced."""
+        """Free the model and restore the functions that liger-kernel replaced."""
         del self.model, self.optimizer, self.batches
         if self._globals is not None:
             _restore_globals(self._globals)
@@ -200,7 +200,7 @@ class TrlSide(HfSide):
         self.model.train()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Free the model."""
         del self.trainer
         super().close()
 
@@ -211,7 +211,7 @@ class TrlSide(HfSide):
         return self.trainer.training_step(self.model, dict(inputs), num_items_in_batch=count)
 
     def clip(self) -> None:
-        """Clip the gradients."""
+        """Apply gradient clipping."""
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
 
 

@@ -22,14 +22,14 @@ from torchmm.recipe.recipe import Recipe
 def rigid_plan(
     problem: OrchestrationProblem, tensor: int = 8, pipeline: int | None = None
 ) -> OrchestrationPlan:
-    """The fastest plan of Megatron-LM's form.
+    """Return the fastest plan of the form of Megatron-LM.
 
     Args:
-        tensor: size for all units.
-        pipeline: of the LLM; None: the best.
+        tensor: Tensor-parallel size of all units.
+        pipeline: Pipeline size of the LLM. None: the fastest.
 
     Raises:
-        ValueError: none fits.
+        ValueError: No plan fits.
     """
     batch = problem.global_batch_size // problem.microbatch_size
     llm = problem.llm
@@ -46,25 +46,25 @@ def rigid_plan(
             if plan.fits and (best is None or plan.step_s < best.step_s):
                 best = plan
     if best is None:
-        wanted = "any number of" if pipeline is None else pipeline
+        number = "any number of" if pipeline is None else pipeline
         raise ValueError(
-            f"no rigid plan with tensor = {tensor} and {wanted} pipeline ranks of the LLM fits on "
+            f"no rigid plan with tensor = {tensor} and {number} pipeline ranks of the LLM fits on "
             f"{problem.devices} devices; use more devices or other sizes"
         )
     return best
 
 
 def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]:
-    """Devices in proportion to `UnitCosts.flops`, by unit.
+    """Return the number of devices by unit, in proportion to `UnitCosts.flops`.
 
-    Complete nodes are assigned: one to each unit, and each further node to the unit with the fewest
+    Units receive complete nodes: one per unit, and each further node for the unit with the fewest
     devices for its FLOPs. Devices that no sizes use stay idle.
 
     Args:
-        node: devices of a node; less if there are not as many nodes as units.
+        node: Devices of a node; fewer if there are fewer nodes than units.
 
     Raises:
-        ValueError: FLOPs are not given.
+        ValueError: FLOPs are missing.
     """
     if not sum(unit.flops for unit in problem.units) > 0:
         raise ValueError("FLOPs of all units are 0; set UnitCosts.flops")
@@ -96,16 +96,16 @@ def sized_recipe(
         schedule: Schedule, with `stages` of the LLM per rank.
         recompute: Mode of modules without their own. If None, that of the recipe.
     """
-    own = {
+    module_sizes = {
         name: dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
         for name, size in sizes.items()
     }
     parallel = recipe.parallel.model_dump(exclude_none=True)
-    for name in own:
+    for name in module_sizes:
         parallel.setdefault(name, {})
         parallel[name].pop("segments", None)
-    parallel |= own.pop(LLM)
-    for name, size in own.items():
+    parallel |= module_sizes.pop(LLM)
+    for name, size in module_sizes.items():
         parallel[name] |= size
     parallel.pop(LLM, None)
     parallel |= {"placement": "disaggregated", "schedule": schedule, "virtual_stages": stages}
@@ -118,5 +118,5 @@ def sized_recipe(
     table["parallel"] = parallel
     table["data"]["reorder"] = "both"
     table["simulation"]["gpus"] = sum(size.devices for size in sizes.values())
-    found = Recipe.model_validate(table)
-    return found if recompute is None else with_recompute(found, recompute)
+    sized = Recipe.model_validate(table)
+    return sized if recompute is None else with_recompute(sized, recompute)

@@ -49,7 +49,7 @@ OPTIMUS_BUBBLES = {
         ("tp", "TP bubble", 0.112, 0.585),
     )
 }
-"""Of "more than 3,000" GPUs, ViT and GPT over 100 B. The text says "over 48 %" in all."""
+"""Values for "more than 3,000" GPUs, ViT and GPT over 100 B. The text has "over 48 %" in total."""
 
 OPTIMUS_SMALL = {
     method: Figure(f"Optimus table 4, {method}", seconds, "s")
@@ -111,7 +111,7 @@ OPTIMUS_TWO_ENCODERS = {
         ("DualEnc(11B, 5B)", 1.25), ("DualEnc(22B, 5B)", 1.26), ("DualEnc(22B, 11B)", 1.27),
     )
 }  # fmt: skip
-"""In section 5.2.3's text; the times are in the figure only."""
+"""Values in the text of section 5.2.3; only the figure has the times."""
 
 OPTIMUS_MEMORY_OVERHEAD = Figure("Optimus figure 17, most over the leanest baseline", 0.12, "")
 
@@ -163,7 +163,7 @@ PIPEWEAVER_PARTITION = PartitionExample(
 )  # fmt: skip
 
 PIPEWEAVER_PEAK_FLOPS = 989e12
-"""Of an H800, which the paper does not print."""
+"""Peak of an H800, which is not in the paper."""
 
 
 class Imbalance(NamedTuple):
@@ -212,7 +212,7 @@ PIPEWEAVER_LARGE_MFU = {
     "pipeweaver_vlm_xl": Figure("PipeWeaver section 8.4, VLM-XL, MFU", 0.36, ""),
     "pipeweaver_t2v_xl": Figure("PipeWeaver section 8.4, T2V-XL, MFU", 0.39, ""),
 }
-"""One for each model; of which of its two sizes is not said. Figure 14 has no numbers."""
+"""Values by model; the text does not state the size. Figure 14 has no numbers."""
 PIPEWEAVER_LARGE_GAIN = Figure("PipeWeaver section 8.4, most over baselines", 0.828, "")
 PIPEWEAVER_GAINS = {
     "VLM": (
@@ -233,13 +233,13 @@ PIPEWEAVER_GRID_MFU = Figure("PipeWeaver figure 13, MFU of the best sizes", 0.29
 PIPEWEAVER_GRID_BEST = (8, 4, 2)
 """Data-, pipeline- and tensor-parallel sizes."""
 PIPEWEAVER_MAX_IMAGES = Figure("PipeWeaver section 8, images per sequence", 48, "images")
-"""Of 169 tokens each, in 8192."""
+"""Images of 169 tokens each, in 8192 tokens."""
 
 # --- parallel sizes -------------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
-    """Data-, pipeline- and tensor-parallel ranks and what they make."""
+    """Data-, pipeline- and tensor-parallel sizes and their product."""
 
     recipe: str
     source: str
@@ -272,14 +272,14 @@ PRINTED_SIZES = (
 
 
 class NamedSize(NamedTuple):
-    """Parameters a paper's name gives a module of one of its models."""
+    """Parameter count in the name that a paper gives a module."""
 
     recipe: str
     module: str
-    """As in the recipe, without its connector, which no paper describes."""
+    """Module of the recipe without its connector, which no paper describes."""
     name: Figure
     differs: str = ""
-    """Why the printed shape has not within 2 % as many; empty: it has."""
+    """Reason if the printed shape differs by more than 2 %."""
 
 
 def _size(recipe: str, module: str, source: str, billions: float, differs: str = "") -> NamedSize:

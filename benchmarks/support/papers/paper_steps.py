@@ -1,15 +1,17 @@
-"""Steps of the papers' models, simulated: Optimus' tables 1, 4 and 5, figure 15, and its layers.
+"""Simulated steps of the papers' models: tables 1, 4 and 5, figure 15 and the layers of Optimus.
 
-The simulator runs the plan the runtime would, timed by the cost model with the H100 profile nobody
-has measured here. One number is fitted, on one cell: a factor on the efficiency of matrix products
-and attention, such that Megatron-LM balanced takes table 5's time on 1536 GPUs. All other cells are
-predicted with it.
+The simulator runs the plan of the runtime, timed by the cost model with the H100 profile, which is
+not measured. One number is fitted to one cell: a factor on the efficiency of matrix products and
+attention for which Megatron-LM balanced takes the time of table 5 on 1536 GPUs. All other cells are
+predictions with this factor.
 
-Messages between stages are full: the paper does not say that ranks send slices of them. As ours
-do, 3072 GPUs would be predicted 7.7 % below the printed cell, with the factor fitted so too.
+Messages between stages are unsharded, because the paper does not mention slices. With slices, as
+torchmm sends them, the prediction for 3072 GPUs would be 7.7 % below the printed cell, with a
+factor that is fitted in the same way.
 
-Nothing is recomputed: section 3's layers take 2.0 ms backward for 1.4 ms forward. Only on table 4's
-A100, where memory decides between methods, each recomputes as much as it must to fit.
+Layers are not recomputed: those of section 3 take 2.0 ms in backward and 1.4 ms in forward. Only on
+the A100 of table 4, where memory determines the method, each method recomputes as much as it needs
+to fit.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ RECOMPUTATION = {
     "selective": "all but matrix products recomputed",
     "full": "all recomputed",
 }
-"""By mode of [activation_checkpoint], least first."""
+"""Names by mode of [activation_checkpoint], from the least recomputation to the most."""
 BUBBLES = {
     "dp_all_gather": "dp_all_gather",
     "dp_reduce_scatter": "dp_reduce_scatter",
@@ -71,12 +73,12 @@ def scaled(profile: Profile, factor: float) -> Profile:
 class WholeMessages(Forecaster):
     """Tensor-parallel ranks each send all of a message."""
 
-    @override  # or nothing would tell that it has another name by now
+    @override  # detects a renamed method of the base class
     def layout(self, parallel: ParallelConfig) -> StageLayout:
         return replace(super().layout(parallel), tensor={})
 
 
-class Simulated(NamedTuple):
+class PaperStep(NamedTuple):
     """Simulated step and its recomputation mode."""
 
     step: SimulatedStep
@@ -95,12 +97,13 @@ def simulated(
     parallel: Mapping[str, Any] | None = None,
     modes: Sequence[str] = ("none",),
     forecaster: type[Forecaster] = WholeMessages,
-) -> Simulated:
-    """A step of a recipe on that many GPUs in one chain of layers, with some of [parallel] changed.
+) -> PaperStep:
+    """Return a step of a recipe on `gpus` GPUs in one chain of layers.
 
     Args:
-        modes: of recomputation; the first with which it fits, or the last.
-        forecaster: plans and simulates it.
+        parallel: Changes of [parallel].
+        modes: Modes of recomputation; the first that fits is used, or the last.
+        forecaster: Class that plans and simulates the step.
     """
     recipe: Recipe = recipe_named(name)
     section = in_one_chain(recipe, **(parallel or {})).parallel
@@ -108,13 +111,13 @@ def simulated(
     for mode in modes:
         checkpointing = recipe.activation_checkpoint.model_copy(update={"mode": mode})
         changed = {"parallel": section, "activation_checkpoint": checkpointing}
-        found = forecaster(recipe.model_copy(update=changed), gpus, profile).forecast()
-        if found.step is None:
-            raise ValueError(f"{name} on {gpus} GPUs: {found.problem}")
-        if found.step.fits:
-            return Simulated(found.step, RECOMPUTATION[mode])
-    peak_gb = max(found.step.peak_bytes) / 1e9
-    return Simulated(found.step, f"{RECOMPUTATION[mode]}, would need {peak_gb:.0f} GB")
+        forecast = forecaster(recipe.model_copy(update=changed), gpus, profile).forecast()
+        if forecast.step is None:
+            raise ValueError(f"{name} on {gpus} GPUs: {forecast.problem}")
+        if forecast.step.fits:
+            return PaperStep(forecast.step, RECOMPUTATION[mode])
+    peak_gb = max(forecast.step.peak_bytes) / 1e9
+    return PaperStep(forecast.step, f"{RECOMPUTATION[mode]}, would need {peak_gb:.0f} GB")
 
 
 @cache
@@ -136,13 +139,13 @@ def efficiency() -> float:
 
 
 @cache
-def calibrated(name: str, gpus: int, megatron: bool = False) -> Simulated:
-    """A step with the fitted factor, under "megatron_balanced" or "megatron"."""
+def calibrated(name: str, gpus: int, megatron: bool = False) -> PaperStep:
+    """Return a step with the fitted factor, for "megatron_balanced" or "megatron"."""
     return simulated(name, gpus, efficiency(), MEGATRON if megatron else None)
 
 
 def strong_scaling() -> Section:
-    """Optimus table 5, as far as its baselines go."""
+    """Return the baselines of Optimus table 5."""
     cells = []
     for gpus in paper.STRONG_SCALING_GPUS:
         row = paper.OPTIMUS_STRONG_SCALING["Megatron-LM balanced", gpus]
@@ -162,9 +165,9 @@ def strong_scaling() -> Section:
         cells.append(Comparison(row.seconds, sliced.seconds, note))
     for gpus in paper.STRONG_SCALING_GPUS:
         row = paper.OPTIMUS_STRONG_SCALING["Megatron-LM", gpus]
-        found = calibrated(LARGE, gpus, megatron=True)
-        note = f"does not follow (see above), {found.note}"
-        cells.append(Comparison(row.seconds, found.seconds, note))
+        megatron = calibrated(LARGE, gpus, megatron=True)
+        note = f"does not follow (see above), {megatron.note}"
+        cells.append(Comparison(row.seconds, megatron.seconds, note))
     text = (
         "Megatron-LM, as described, has the full encoder on top of an equal share of GPT layers "
         "in the first stage, which makes that stage much longer than the 1 to 2.5 % by which the "
@@ -193,16 +196,16 @@ def bubbles() -> Section:
         share = step.timeline.bubble_share
         seconds = step.makespan_ms / 1e3
         note = f"{how}; step {seconds:.2f} s, {recomputed}"
-        found = {name: share[BUBBLES[name]] * seconds for name in paper.OPTIMUS_BUBBLES}
+        times = {name: share[BUBBLES[name]] * seconds for name in paper.OPTIMUS_BUBBLES}
         for name, bubble in paper.OPTIMUS_BUBBLES.items():
-            cells.append(Comparison(bubble.duration, found[name], note))
+            cells.append(Comparison(bubble.duration, times[name], note))
         for what, names in (
-            ("PP bubbles, all three", [n for n in found if n.startswith("pp")]),
-            ("all bubbles", list(found)),
+            ("PP bubbles, all three", [n for n in times if n.startswith("pp")]),
+            ("all bubbles", list(times)),
         ):
             total = sum(paper.OPTIMUS_BUBBLES[name].duration.value for name in names)
             printed = Figure(f"Optimus table 1, {what}, total time", total, "s")
-            cells.append(Comparison(printed, sum(found[name] for name in names), note))
+            cells.append(Comparison(printed, sum(times[name] for name in names), note))
     text = (
         "Table 1 is of an internal job of a ViT and a GPT of over 100 B parameters on over 3,000 "
         "GPUs, with a step of 5.12 s; its sizes, batch and layout are not printed, so no second of "
@@ -216,7 +219,7 @@ def bubbles() -> Section:
 
 
 def layers() -> Section:
-    """What section 3 says of kernels, with efficiencies as assumed."""
+    """Return the kernel times of section 3, with assumed efficiencies."""
     step, _ = simulated(LARGE, 3072, 1.0)
     layout, costs = step.plan.graph.layout, step.costs
     times: dict[tuple[str, ActionType], tuple[float, float]] = {}
@@ -224,8 +227,8 @@ def layers() -> Section:
         stage = layout.stages[action.stage]
         if stage.start > 0:  # the first has the embedding too
             count = stage.stop - stage.start
-            own = compute_ms / count, costs.tensor_ms.get(action, 0.0) / count
-            times.setdefault((stage.module, action.type), own)
+            layer_ms = compute_ms / count, costs.tensor_ms.get(action, 0.0) / count
+            times.setdefault((stage.module, action.type), layer_ms)
     source = "Optimus section 3"
     vit = [times["vision", kind][0] for kind in (ActionType.F, ActionType.B)]
     collective_us = times["llm", ActionType.F][1] / 4 * 1e3
@@ -256,9 +259,9 @@ def orderings() -> Section:
 
 
 def _small_model() -> list[Comparison]:
-    """Table 4 on 8 A100, with the parallel sizes of our recipe, for none are printed."""
+    """Return table 4 on 8 A100, with parallel sizes of our recipe, because the paper has none."""
     name = "optimus_vit3b_gpt11b"
-    found = {
+    steps = {
         method: simulated(name, 8, efficiency(), update, list(RECOMPUTATION))
         for method, update in (
             ("FSDP", FSDP), ("Megatron-LM", MEGATRON), ("Megatron-LM balanced", {}),
@@ -267,21 +270,21 @@ def _small_model() -> list[Comparison]:
     cells = [
         Comparison(
             paper.OPTIMUS_SMALL[method],
-            own.seconds,
-            f"{own.note}; sizes chosen by torchmm; the factor was fitted on another device",
+            step.seconds,
+            f"{step.note}; sizes chosen by torchmm; the factor was fitted on another device",
         )
-        for method, own in found.items()
+        for method, step in steps.items()
     ]
-    for one, other in combinations(found, 2):
+    for one, other in combinations(steps, 2):
         slower, faster = sorted((one, other), key=lambda m: -paper.OPTIMUS_SMALL[m].value)
         figure = Figure(f"Optimus table 4, {faster} is faster than {slower}", 1, "")
         cells.append(
-            Comparison(figure, float(found[faster].seconds < found[slower].seconds), "", 0)
+            Comparison(figure, float(steps[faster].seconds < steps[slower].seconds), "", 0)
         )
     return cells
 
 
 def sections(quick: bool) -> list[Section]:
-    """All of them; `quick` leaves out those that simulate other models."""
-    found = [strong_scaling(), bubbles(), layers()]
-    return found if quick else [*found, orderings()]
+    """Return all sections; `quick` omits those that simulate other models."""
+    result = [strong_scaling(), bubbles(), layers()]
+    return result if quick else [*result, orderings()]

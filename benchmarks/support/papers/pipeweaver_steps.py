@@ -1,6 +1,6 @@
-"""Steps of PipeWeaver's models as its techniques, and what it compares with, would run them.
+"""Simulated steps of PipeWeaver's models with its techniques and its baselines.
 
-Simulated; used by pipeweaver_figures.py, which says what is what.
+`pipeweaver_figures.py` describes the rows.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ VLM_S = Model("pipeweaver_vlm_s", 1, 4, 4)
 SELECTIVE = ["--activation_checkpoint.mode", "selective"]
 SELECTIVE += ["--activation_checkpoint.modules.generator", "full"]
 SELECTIVE += ["--activation_checkpoint.memory_limit", "85%"]
-"""With which T2Vs are cut, whatever their recipes recompute."""
+"""Recomputation for which stages of T2V models are partitioned, for any mode of the recipe."""
 
 
 class Setting:
     """Model with the microbatches of one pipeline and costs for all recomputation modes.
 
-    Of several data-parallel ranks, the one with the most work is taken.
+    If there are several data-parallel ranks, the pipeline is that of the rank with the most work.
 
     Args:
-        dealt: whether data-parallel ranks have about equal work (`data.reorder`), instead of
-            sequences as they come.
+        dealt: Whether sequences are reordered so that data-parallel ranks have about equal work
+            (`data.reorder`).
     """
 
     def __init__(
@@ -89,30 +89,34 @@ class Setting:
         *,
         dealt: bool = True,
     ) -> None:
-        given = ["--parallel.schedule", "searched", "--simulation.seed", str(SEED)]
-        given += ["--parallel.pipeline", str(model.pipeline), "--parallel.sequence_parallel=true"]
-        given += ["--parallel.tensor", str(model.tensor)]
-        given += SELECTIVE if "_t2v_" in model.recipe else []
-        given += ["--training.global_batch_size", str(microbatches * model.data)]
-        given += ["--data.reorder", "intra" if dealt else "none"]
+        overrides = ["--parallel.schedule", "searched", "--simulation.seed", str(SEED)]
+        overrides += [
+            "--parallel.pipeline",
+            str(model.pipeline),
+            "--parallel.sequence_parallel=true",
+        ]
+        overrides += ["--parallel.tensor", str(model.tensor)]
+        overrides += SELECTIVE if "_t2v_" in model.recipe else []
+        overrides += ["--training.global_batch_size", str(microbatches * model.data)]
+        overrides += ["--data.reorder", "intra" if dealt else "none"]
         if images is not None:
-            given += ["--parallel.vision.sub_microbatch_images", str(images)]
+            overrides += ["--parallel.vision.sub_microbatch_images", str(images)]
         self.sizes = model
-        self.recipe = load_recipe(ROOT / f"recipes/papers/{model.recipe}.toml", given).recipe
+        self.recipe = load_recipe(ROOT / f"recipes/papers/{model.recipe}.toml", overrides).recipe
         self.profile = load_profile(self.recipe.simulation.device)
         forecaster = Forecaster(self.recipe, model.devices, self.profile)
         self.modules, self.metas = forecaster.modules, forecaster.workload.microbatches
         self.mean_share = forecaster.workload.mean_share
         self.limited = True
-        """Whether schedules must fit into memory."""
+        """True if schedules must fit into memory."""
         self.typical = self.metas
         """Typical microbatches, which determine the stage layout."""
         device = self.profile.device.type
         self._executions = module_executions(forecaster.run, self.modules, device)
         self.parallel: ParallelConfig = self.recipe.parallel
         if leaves_segments_open(self.parallel):
-            own = CostModel(self.profile, self.recipe.training.dtype, self._executions)
-            self.parallel = with_segments(self.parallel, self.modules, self.metas, own)
+            cost_model = CostModel(self.profile, self.recipe.training.dtype, self._executions)
+            self.parallel = with_segments(self.parallel, self.modules, self.metas, cost_model)
 
     @property
     def limit_bytes(self) -> int:
@@ -126,17 +130,17 @@ class Setting:
         return CostModel(self.profile, self.recipe.training.dtype, executions)
 
     def costs(self, graph: StageGraph, modes: Sequence[Recompute]) -> PlanCosts:
-        found = plan_costs(graph, self.modules, self.metas, self.model(modes))
-        return replace(found, memory_limit_bytes=self.limit_bytes if self.limited else None)
+        plan_cost = plan_costs(graph, self.modules, self.metas, self.model(modes))
+        return replace(plan_cost, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
     def megatron(self) -> StageGraph:
         """Return a single pipeline with the same number of parameters per virtual stage."""
         layers = []
         typical = module_layers(self.modules, self.typical)
-        for own, module in zip(typical, self.modules, strict=True):
+        for cut, module in zip(typical, self.modules, strict=True):
             count = len(module.layers)
             parameters = [stage_parameters(module, i, i + 1).all for i in range(count)]
-            layers.append(replace(own, costs=tuple(parameters), pre_cost=0.0, post_cost=0.0))
+            layers.append(replace(cut, costs=tuple(parameters), pre_cost=0.0, post_cost=0.0))
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def separated(self) -> StageGraph:
@@ -226,10 +230,10 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     natural = dispatcher.dispatch()
     if not natural.blocked:
         yield names[2], timed(setting.lowered(graph, natural.order), costs)
-    found = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
-    if not found.fits:
+    searched = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
+    if not searched.fits:
         return
-    plan = setting.lowered(graph, dispatcher.dispatch(found.order).order)
+    plan = setting.lowered(graph, dispatcher.dispatch(searched.order).order)
     yield names[3], timed(plan, costs)
     if not setting.limited:
         return
@@ -240,7 +244,9 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     step = TunedSearch(graph, tuner.costs, tuner)
     if not step.fits:
         return
-    best = step.search(Budget(evaluations=evaluations), Settings(seed=SEED, starts=[found.order]))
+    best = step.search(
+        Budget(evaluations=evaluations), Settings(seed=SEED, starts=[searched.order])
+    )
     layers = tuner.tune(setting.lowered(graph, best.order))
     yield names[4], timed(layers.plan, layers.costs)
 
@@ -248,10 +254,10 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
 def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
     """Return one step per system. All except "tuned" use full recomputation."""
     full: Modes = ("full",) * len(setting.modules)
-    found = {}
+    times = {}
     for name, graph in (("Megatron-LM", setting.megatron()), ("static plan", setting.static())):
         plan = setting.lowered(graph, interleaved_1f1b(graph))
-        found[name] = timed(plan, setting.costs(graph, full))
+        times[name] = timed(plan, setting.costs(graph, full))
     steps = dict(ladder(setting, full, evaluations))
     names = {
         "no search": "+ partitioner",
@@ -264,6 +270,6 @@ def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
     segments = dispatcher.segments
     coarse = sorted(range(len(segments)), key=lambda i: place[segments[i].module])
     dispatched = dispatcher.dispatch(np.array(coarse, np.uint32))
-    if not dispatched.blocked and len({own.module for own in segments}) > 1:
-        found[COARSE] = timed(setting.lowered(graph, dispatched.order), dispatcher.costs)
-    return found | {name: steps[row] for name, row in names.items() if row in steps}
+    if not dispatched.blocked and len({segment.module for segment in segments}) > 1:
+        times[COARSE] = timed(setting.lowered(graph, dispatched.order), dispatcher.costs)
+    return times | {name: steps[row] for name, row in names.items() if row in steps}

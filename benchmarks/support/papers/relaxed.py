@@ -27,7 +27,7 @@ def relaxed_s(problem: OrchestrationProblem) -> float:
 
 @compiled
 def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
-    """Least time over all data- and tensor-parallel sizes; infinite if memory rules out all."""
+    """Return the minimum time over data- and tensor-parallel sizes; infinite if none fits."""
     units, sizes = tables.seconds_UT.shape
     work_U = np.empty(units)
     floors_U = np.empty(units)
@@ -58,7 +58,7 @@ def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
 
 @compiled
 def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
-    """Least t with sum(max(work / t, floor)) <= devices, the floors' sum being below that."""
+    """Return the least t with sum(max(work / t, floor)) <= devices, for smaller sums of floors."""
     at_floor = np.zeros(len(work_U), np.bool_)
     while True:
         left = float(devices)
@@ -81,22 +81,22 @@ def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
 def _least_devices(
     tables: UnitTables, setting: PlanSetting, data: int, unit: int, tensor: int
 ) -> float:
-    """Devices that hold a unit, over all its data-parallel sizes; infinite if none does."""
+    """Return the minimum number of devices of a unit over data-parallel sizes, or infinity."""
     if tables.seconds_UT[unit, tensor] == np.inf:
         return np.inf
     microbatches = setting.batch // data
     best = np.inf
-    for own in range(data if unit == setting.llm else 1, data + 1):
-        if data % own:
+    for replicas in range(data if unit == setting.llm else 1, data + 1):
+        if data % replicas:
             continue
-        samples = setting.microbatch_size * data / own
+        samples = setting.microbatch_size * data / replicas
         free = setting.memory_bytes - tables.workspace_bytes_UT[unit, tensor] * samples
         if free <= 0:
             continue
-        held = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / own
+        held = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / replicas
         held /= tables.tensor_T[tensor]
         kept = tables.activation_bytes_UT[unit, tensor] * samples
-        # With P ranks each holds a P-th of the unit, for P microbatches but not more than all: the
+        # Each of P ranks holds 1/P of the unit for P microbatches, but at most for all: the
         # least P is the smaller one of both cases.
         if not tables.keeps_U[unit]:
             pipeline = (held + kept) / free
@@ -106,5 +106,5 @@ def _least_devices(
                 pipeline = min(pipeline, held / (free - kept))
         pipeline = max(pipeline, 1.0)
         if pipeline <= tables.layers_U[unit] // tables.virtual_U[unit]:
-            best = min(best, tables.tensor_T[tensor] * own * pipeline)
+            best = min(best, tables.tensor_T[tensor] * replicas * pipeline)
     return best

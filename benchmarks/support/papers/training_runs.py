@@ -1,6 +1,6 @@
 """Published training runs, and their simulation with the cost model.
 
-Selective activation checkpointing of torchtitan ("op") saves every second matmul, where ours saves
+Selective activation checkpointing of torchtitan ("op") saves every second matmul, that of torchmm
 all of them. Its time and memory are interpolated between our "selective" and "full" modes by the
 matmuls that it runs again (torchtitan/parallelisms/parallelize_llama.py, `_get_custom_policy`).
 Published memory with float8 equals that of bfloat16, so float8 matmuls are counted the same.
@@ -194,7 +194,8 @@ class _Forecaster(Forecaster):
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         model = super()._costs(parallel)
         executions = {
-            name: replace(own, recompute=self.recompute) for name, own in model.executions.items()
+            name: replace(execution, recompute=self.recompute)
+            for name, execution in model.executions.items()
         }
         return replace(model, executions=executions)
 
@@ -210,11 +211,11 @@ def simulate(run: Run) -> Result:
 
     def forecast(recompute: Recompute) -> tuple[float, float, CostModel]:
         forecaster = _Forecaster(recipe, run.gpus, run.device, recompute, sample)
-        found = forecaster.forecast()
-        if found.step is None:
-            raise ValueError(f"{run.case}: {found.problem}")
-        gib = max(found.step.peak_bytes) / 2**30
-        return 1 / found.tokens_per_s, gib, forecaster._costs(recipe.parallel)
+        result = forecaster.forecast()
+        if result.step is None:
+            raise ValueError(f"{run.case}: {result.problem}")
+        gib = max(result.step.peak_bytes) / 2**30
+        return 1 / result.tokens_per_s, gib, forecaster._costs(recipe.parallel)
 
     if run.recompute == "op":
         inverse_s, gib, _ = forecast("selective")
@@ -241,9 +242,9 @@ def _complex_rotation_s(run: Run, sample: StepSample, model: CostModel) -> float
     rotation = Heads(replace(module.layers[0], qk_norm=False))
     added_ms = 0.0
     for setting, sign in ((eager, 1), (compiled, -1)):
-        found = rotation.operators(sizes, setting)
-        again = found.forward if run.recompute != "none" else []
-        for operator in (*found.forward, *found.inputs, *again):
+        operators = rotation.operators(sizes, setting)
+        again = operators.forward if run.recompute != "none" else []
+        for operator in (*operators.forward, *operators.inputs, *again):
             if operator.kind == "elementwise":
                 added_ms += sign * operator_ms(operator, model.profile, "bfloat16").item()
     return added_ms / 1e3 * len(module.layers) * run.tensor / run.sequence

@@ -95,7 +95,7 @@ def test_cores_are_divided_if_available(load, monkeypatch, count):
 
 def test_searched_sleep_is_not_slower_than_separated(load):
     pipeline, sleepers = load("searched_pipeline"), load("support.sleepers")
-    work = sleepers.Work([[1, 9, 0, 4, 20, 2, 3, 7]], layer_s=4e-3, image_s=1e-3)
+    work = sleepers.SleepWork([[1, 9, 0, 4, 20, 2, 3, 7]], layer_s=4e-3, image_s=1e-3)
     size = 1, 2, 4
     played_s = load("bubble_runtime").played_s
     searched = played_s(work, pipeline.SleepSearched(*size, evaluations=300))
