@@ -66,7 +66,7 @@ CAMPAIGNS = {
     "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
     "test_train.py::test_resume_is_bitwise_equal[pipeline-workers1-changes1]",
     "test_train.py::test_resume_is_bitwise_equal[llm.context-workers2-changes2]",
-    # Whole runs of what the equality tests above them compare step by step.
+    # Complete runs. Equality tests compare single steps of the same configurations.
     "test_train_disaggregated.py",
     "test_train_generation.py",
     "test_step_overlap.py::test_planning_ahead_keeps_losses_and_weights",
@@ -130,14 +130,14 @@ CAMPAIGNS = {
             "generate",
         )
     ),
-    # Benchmarks that time real ranks.
+    # Benchmarks that measure real ranks.
     "test_searched_pipeline_benchmark.py::test_searched_pipeline_writes_rows_with_equal_gradients",
     "test_cost_accuracy_benchmark.py::test_cost_benchmark_writes_rows_of_both_rank_counts",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
     # Benchmarks that search and simulate for more than ten seconds.
     "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
     "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
-    # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
+    # Long equality tests and complete runs on several ranks. Shorter ones run always.
     "test_launched_equality.py::test_launched_kernels_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_equal_unsharded_for_varying_lengths",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
@@ -148,7 +148,6 @@ CAMPAIGNS = {
     "test_frozen_llm.py",
     "test_layouts.py::test_local_dora_norms_change_loss",
     "test_preflight.py::test_two_ranks_compare_their_speeds[1-20.0]",
-    "test_rank_trials.py::test_two_ranks_run_modules_whole_and_in_halves",
     "test_sliced_messages.py",
     "test_train.py::test_checkpoint_resumes_in_other_layouts",
     "test_train_features.py::test_bfloat16_is_close_to_float32",
@@ -202,16 +201,16 @@ CAMPAIGNS = {
     "test_pipeweaver_benchmark.py::test_large_models_have_published_mfu_once",
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
     "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
-    # Wrong config values and damaged files; fewer draws run always.
+    # Wrong config values and damaged files. Fewer random cases run always.
     "test_broken.py::test_wrong_config_values_name_key[2-3000]",
     "test_broken.py::test_damaged_files_are_named[2-2000]",
-    # Random recipes with a mistake put in; others with one run always.
+    # Random recipes with an injected defect. Other defects run always.
     "test_fuzz.py::test_judge_detects_defect[gradient-gradient of]",
     "test_fuzz.py::test_judge_detects_defect[averages-average: rank 0]",
     "test_fuzz.py::test_judge_supports_audio_models[types0--None]",
     "test_fuzz.py::test_judge_supports_audio_models[types1-rows-loss]",
     "test_fuzz.py::test_judge_supports_audio_models[types2--None]",
-    # Long cases of properties that a shorter case or a unit test holds always.
+    # Long cases. Shorter cases or unit tests check the same property always.
     "test_cuda_emulation.py::test_one_gpu_parts_run_without_errors[trace]",
     "test_cuda_emulation.py::test_defects_are_detected[early_wait-quickstart]",
     "test_colocated_equality.py::test_wrong_features_of_mirrors_change_loss",

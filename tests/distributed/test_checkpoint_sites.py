@@ -78,7 +78,7 @@ def save(
             manager.save(step, model, optimizer, {"position": step})
             manager.wait()
             manager._uploads.wait()
-            assert manager.complaint == ""
+            assert manager.status_warning == ""
     return gather_values(model, optimizer)
 
 

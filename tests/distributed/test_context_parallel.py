@@ -191,7 +191,7 @@ def test_wrong_convolution_filters_change_gradients():
 
 
 def _compare_with_other_filters():
-    original = ContextHeads.own_heads
+    original = ContextHeads.select_local_heads
 
     def first_heads(self, values, heads):
         local = original(self, values, heads)

@@ -30,7 +30,7 @@ def prompts_of(microbatches: Iterable[Microbatch], count: int) -> list[Microbatc
     for prompt, truth, _ in held_out_prompts([step], count):  # type: ignore[list-item]
         row = prompt
         for token in truth[: len(prompts)]:  # so that lengths differ
-            row = grown_row(row, token[None])
+            row = extend_prompt(row, token[None])
         prompts.append(row)
     assert len({p.cu_seqlens[-1] for p in prompts}) == count
     first = prompts[0]
@@ -103,7 +103,7 @@ def differences(
 @torch.no_grad()
 def _errors_of_logits(pipeline: Pipeline, row: Microbatch, expected: Written) -> list[str]:
     problems = []
-    with pipeline.writing():
+    with pipeline.text_generation():
         for step, tokens in enumerate(zip(*expected.greedy, strict=True)):
             logits_BV = pipeline.next_token_logits(row)
             expected_BV = torch.stack([logits[step] for logits in expected.logits])

@@ -1,7 +1,7 @@
 """Cost of dividing a matrix product into blocks of rows, without any transfer.
 
-Blocks are those of `torchmm.extensions.async_tp.backends.Ring`: the local slice in one block, every
-other slice in several chunks.
+Blocks are those of `torchmm.extensions.async_tp.backends.RingBackend`: the local slice in one
+block, every other slice in several chunks.
 """
 
 from __future__ import annotations
