@@ -185,7 +185,7 @@ def _run_case(
         tempfile.TemporaryDirectory() as scratch,
         _open_trainer(case, captions, Path(scratch), device) as trainer,
     ):
-        parts = trainer.parts
+        parts = trainer.components
         batches = list(islice(parts.loader, case.batches))
         vision = SHAPES[case.shape].vision
         padded = [pad_batch(captions, b.microbatches[0], vision, device) for b in batches]
@@ -206,7 +206,7 @@ class Baseline(Protocol):
 def _build_baseline(
     case: Case, trainer: Trainer, captions: Captions, scratch: Path, device: torch.device
 ) -> Baseline:
-    recipe, model = trainer.parts.run.recipe, trainer.parts.model
+    recipe, model = trainer.components.run.recipe, trainer.components.model
     if case.baseline == "Hugging Face":
         return hf_baseline.build_baseline(recipe, model, device)
     trl_baseline = import_module("support.models.trl_baseline")
@@ -325,7 +325,7 @@ def _check_losses(what: str, ours: float, baseline: float, tolerance: float) -> 
 
 def _flops(trainer: Trainer, batches: list[StepBatch]) -> int:
     """Return the FLOPs of all batches, forward and backward."""
-    modules = [m.describe() for m in trainer.parts.model.modality_modules()]
+    modules = [m.describe() for m in trainer.components.model.modality_modules()]
     counts = [
         microbatch_flops(modules, microbatch.meta, microbatch.target_count)
         for batch in batches

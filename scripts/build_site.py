@@ -27,13 +27,13 @@ LINK = re.compile(r"\]\(\s*<?([^)\s>#]+)")
 SHOWN = {".py", ".toml", ".sh", ".yaml", ".json", ".txt"}
 
 
-def gather(target: Path = PAGES) -> list[Path]:
+def copy_pages(target: Path = PAGES) -> list[Path]:
     """Copy README.md and all files that it links to, directly or not. Return the copied files."""
     shutil.rmtree(target, ignore_errors=True)
     copied: list[Path] = []
     waiting = [ROOT / name for name in ("README.md", "CHANGELOG.md")]
     waiting += sorted((ROOT / "docs").rglob("*.md"))
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         file = waiting.pop()
         destination = target / file.relative_to(ROOT)
@@ -45,8 +45,8 @@ def gather(target: Path = PAGES) -> list[Path]:
         text = file.read_text()
         for link in LINK.findall(text):
             linked = (file.parent / link).resolve()
-            if linked.is_file() and linked.is_relative_to(ROOT) and linked not in seen:
-                seen.add(linked)
+            if linked.is_file() and linked.is_relative_to(ROOT) and linked not in visited:
+                visited.add(linked)
                 waiting.append(linked)
     return copied
 
@@ -56,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pages", action="store_true", help="collect the pages and exit")
     arguments = parser.parse_args()
-    print(f"{len(gather())} files in {PAGES}")
+    print(f"{len(copy_pages())} files in {PAGES}")
     if arguments.pages:
         return 0
     program = Path(sys.executable).with_name("zensical")

@@ -40,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
         if options.fit_from_timeline:
-            profile = _learn(options)
+            profile = _fit_to_steps(options)
         else:
-            found = _measure(options)
-            if found is None:
+            measured = _measure(options)
+            if measured is None:
                 return 0
-            profile = found
+            profile = measured
     except (ValueError, OSError, TorchmmError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -115,18 +115,18 @@ def _measure(options: argparse.Namespace) -> Profile | None:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     with working("measuring this device"):
         found = measure(device, dtype, options.seconds, quick=options.quick)
-    where, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
+    location, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
         dist.destroy_process_group()
     if not first:
         return None
-    base, known = _base(device)
-    profile = fit_profile(found, base, name, where, own_peaks=not known)
-    _print(profile, name)
+    base, known = _known_profile(device)
+    profile = fit_profile(found, base, name, location, own_peaks=not known)
+    _print_profile(profile, name)
     return profile
 
 
-def _base(device: torch.device) -> tuple[Profile, bool]:
+def _known_profile(device: torch.device) -> tuple[Profile, bool]:
     """Return the profile of a known device, and whether its peaks are known."""
     import torch
 
@@ -134,15 +134,15 @@ def _base(device: torch.device) -> tuple[Profile, bool]:
     from torchmm.costs.devices import DEVICES
 
     if device.type == "cuda":
-        found = torch.cuda.get_device_name(device).lower()
+        device_name = torch.cuda.get_device_name(device).lower()
         for name in DEVICES:
-            if name in found:
+            if name in device_name:
                 return load_profile(name), True
         return load_profile("a100"), False
     return load_profile("cpu"), False
 
 
-def _print(profile: Profile, dtype: str) -> None:
+def _print_profile(profile: Profile, dtype: str) -> None:
     device = profile.device
     print(f"measured on {profile.measured_on}")
     print(
@@ -157,7 +157,7 @@ def _print(profile: Profile, dtype: str) -> None:
         print(f"{kind:<18} {profile.call_us.get(kind, 0.0):7.1f} us  {points}")
 
 
-def _learn(options: argparse.Namespace) -> Profile:
+def _fit_to_steps(options: argparse.Namespace) -> Profile:
     """Return the profile, fitted to recorded steps."""
     if options.profile is None or options.config is None:
         raise ValueError(

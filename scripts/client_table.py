@@ -24,29 +24,29 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path, help="output of pytest --clients")
     args = parser.parse_args()
-    before, _, rest = TARGET.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, following = TARGET.read_text().partition(BEGIN)
+    _, _, after = following.partition(END)
     table = "\n".join(lines(args.file.read_text().splitlines()))
     TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
     print(f"wrote {TARGET}")
 
 
-def lines(found: Iterable[str]) -> Iterator[str]:
+def lines(results: Iterable[str]) -> Iterator[str]:
     """Yield the lines of the table: a row per model, a column per program and version.
 
     Args:
-        found: JSON lines with the keys "family", "client", "version" and "what".
+        results: JSON lines with the keys "family", "client", "version" and "what".
     """
-    seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    results_by_model: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     versions: dict[str, str] = {}
-    for line in found:
+    for line in results:
         note = json.loads(line)
-        seen[note["family"]][note["client"]].add(note["what"])
+        results_by_model[note["family"]][note["client"]].add(note["what"])
         versions[note["client"]] = note["version"]
     heads = ["export of", *(f"{client} {version}" for client, version in versions.items())]
     yield row(heads)
     yield "|---" * len(heads) + "|"
-    for family, by_client in seen.items():
+    for family, by_client in results_by_model.items():
         cells = (", ".join(what for what in ORDER if what in by_client[c]) for c in versions)
         yield row([family, *cells])
 

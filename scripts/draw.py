@@ -40,16 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        panels = [_recorded(path) for path in options.records]
-        panels += [_simulated(name, options) for name in options.schedule]
+        panels = [_read_timeline(path) for path in options.records]
+        panels += [_simulate_schedule(name, options) for name in options.schedule]
         if not panels:
             raise ValueError("nothing to plot; use --schedule or --records")
         if options.trace is not None:
-            _only_one(panels, "--trace")
+            _require_single(panels, "--trace")
             write_chrome_trace(options.trace, panels[0].records, panels[0].layout)
         title = options.title or ", ".join(panel.label for panel in panels)
-        picture = timelines_svg(title, panels, options.width)
-        replace_atomically(options.out, picture.encode())
+        svg = timelines_svg(title, panels, options.width)
+        replace_atomically(options.out, svg.encode())
     except (ValueError, OSError, PlanError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--layers",
-        type=_named(int, "N"),
+        type=_name_value_parser(int, "N"),
         metavar="NAME=N,...",
         help=(
             "layers of each module, the LLM last (default: llm=16, or vision=8,llm=16 with "
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--images",
-        type=_counts,
+        type=_parse_counts,
         metavar="N,N,...",
         help="images of each microbatch (default: none)",
     )
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--layer-ms",
-        type=_named(float, "MS"),
+        type=_name_value_parser(float, "MS"),
         default={},
         metavar="NAME=MS,...",
         help=(
@@ -128,14 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--units",
-        type=_named(_unit, "PxR"),
+        type=_name_value_parser(_parse_unit, "PxR"),
         metavar="NAME=PxR,...",
         help=(
             "disaggregated modules: pipeline ranks x replicas (default: all modules on --stages "
             "ranks)"
         ),
     )
-    add("--freeze", type=_names, default=[], metavar="NAME,...", help="frozen modules")
+    add("--freeze", type=_parse_names, default=[], metavar="NAME,...", help="frozen modules")
     add(
         "--transfer-ms",
         type=float,
@@ -156,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _unit(text: str) -> UnitSize:
+def _parse_unit(text: str) -> UnitSize:
     """Parse a unit size such as "2x3"."""
     pipeline, _, replicas = text.partition("x")
     return UnitSize(int(pipeline), int(replicas or 1))
 
 
-def _named(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
+def _name_value_parser(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
     """Return a parser of values by name, such as "vision=8,llm=16"."""
 
     def read(text: str) -> dict:
@@ -173,30 +173,30 @@ def _named(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
     return read
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _parse_counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _only_one(given: Sequence[object], option: str) -> None:
-    if len(given) != 1:
-        raise ValueError(f"{option} requires one step, but {len(given)} are selected")
+def _require_single(options_set: Sequence[object], option: str) -> None:
+    if len(options_set) != 1:
+        raise ValueError(f"{option} requires one step, but {len(options_set)} are selected")
 
 
-def _recorded(path: Path) -> Panel:
+def _read_timeline(path: Path) -> Panel:
     records, graph = read_records(path)
     return Panel(str(path), records, graph.layout)
 
 
-def _simulated(name: str, options: argparse.Namespace) -> Panel:
+def _simulate_schedule(name: str, options: argparse.Namespace) -> Panel:
     """Return the simulated step of a schedule."""
     images = options.images or ()
     microbatches = _microbatches(options)
     modules = _modules(options, sum(images) / microbatches)
-    config = _section(name, options, [module.name for module in modules])
+    config = _parallel_section(name, options, [module.name for module in modules])
     is_disaggregated = config.placement == "disaggregated"
     layout = cut_modules(config, modules, options.units if is_disaggregated else None)
     parts = tuple(-(-count // options.sub_microbatch_images) for count in images)
@@ -208,15 +208,15 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
         duration = layers(action) * options.layer_ms.get(module, 1.0)
         if module in graph.sub_microbatches:
             # Images are distributed evenly: sub-microbatches differ by at most one image.
-            whole, larger = divmod(images[action.microbatch], parts[action.microbatch])
-            duration *= whole + (action.sub_microbatch < larger)
+            base_count, larger = divmod(images[action.microbatch], parts[action.microbatch])
+            duration *= base_count + (action.sub_microbatch < larger)
         return duration
 
     # On shared ranks, the schedule assumes equal layer durations, regardless of the options.
     shared = config.placement == "interleaved"
     graph, order = order_step(graph, config, layers if shared else duration_ms)
     if options.csv is not None:
-        _only_one(options.schedule, "--csv")
+        _require_single(options.schedule, "--csv")
         write_order(options.csv, order, graph)
     return Panel(name, uniform_timeline(order, graph, duration_ms, options.transfer_ms), layout)
 
@@ -236,14 +236,18 @@ def _microbatches(options: argparse.Namespace) -> int:
     return count
 
 
-def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> ParallelConfig:
+def _parallel_section(
+    name: str, options: argparse.Namespace, modules: Sequence[str]
+) -> ParallelConfig:
     """Return the section [parallel] of a schedule name. "optimus" may have ":coarse" or ":fine"."""
     schedule, _, bubbles = name.partition(":")
     colocated = schedule in schedules_for("colocated")
     if colocated and bubbles not in ("", "fine", "coarse"):
         raise ValueError(f'--schedule {name}: use "{schedule}", or "{schedule}:coarse"')
     *encoders, llm = modules
-    own = {encoder: {"pipeline": options.encoder_stages} for encoder in encoders if colocated}
+    modules_config = {
+        encoder: {"pipeline": options.encoder_stages} for encoder in encoders if colocated
+    }
     placement: Placement = "disaggregated" if options.units else "interleaved"
     return ParallelConfig(
         pipeline=options.stages,
@@ -251,7 +255,7 @@ def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> 
         schedule=schedule if colocated else name,
         placement="colocated" if colocated else placement,
         bubble_granularity="coarse" if bubbles == "coarse" else "fine",
-        **own,  # type: ignore[arg-type]
+        **modules_config,  # type: ignore[arg-type]
         **{llm: {"segments": options.virtual_stages}},  # type: ignore[arg-type]
     )
 

@@ -47,7 +47,7 @@ COLUMNS = {
     "generation": "generation",
 }
 """Head of the column for each result that tests report, in order."""
-COLUMNS_OF = {
+COLUMNS_BY_KIND = {
     "LLMs": (
         *("equal", "packed", "stages", "tensor", "sequence", "context", "files", "flops"),
         *("compiled", "generation"),
@@ -65,11 +65,11 @@ TIMED = (
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glm4v", "glm4v_moe", "glm46v"),
 )
 """Multimodal models with videos. Other models process frames as images."""
-NONE = "-"
+NOT_APPLICABLE = "-"
 """Cell of a test that does not apply to a model."""
 
 
-class Proofs(NamedTuple):
+class FamilyResults(NamedTuple):
     """Test results of a model type, and the versions of transformers with parity."""
 
     what: set[str]
@@ -86,47 +86,47 @@ def main() -> None:
     )
     parser.add_argument("--keep", action="store_true", help="keep the results on the page")
     args = parser.parse_args()
-    before, _, rest = TARGET.read_text().partition(BEGIN)
-    former, _, after = rest.partition(END)
-    found = read(args.files)
+    before, _, following = TARGET.read_text().partition(BEGIN)
+    former, _, after = following.partition(END)
+    results = read_results(args.files)
     if args.keep:
-        for model_type, proofs in said(former):
-            found[model_type].what.update(proofs.what)
-            found[model_type].versions.update(proofs.versions)
-    table = "\n".join(lines(found)).rstrip()
+        for model_type, proofs in parse_rows(former):
+            results[model_type].what.update(proofs.what)
+            results[model_type].versions.update(proofs.versions)
+    table = "\n".join(lines(results)).rstrip()
     TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
     print(f"wrote {TARGET}")
 
 
-def read(files: list[Path]) -> Mapping[str, Proofs]:
+def read_results(files: list[Path]) -> Mapping[str, FamilyResults]:
     """Return the results by model_type."""
-    found: dict[str, Proofs] = defaultdict(lambda: Proofs(set(), set()))
+    results: dict[str, FamilyResults] = defaultdict(lambda: FamilyResults(set(), set()))
     for file in files:
         for line in file.read_text().splitlines():
             proof = json.loads(line)
-            of = found[proof["model_type"]]
+            of = results[proof["model_type"]]
             of.what.add(proof["what"])
             if proof["what"] == "equal":
                 of.versions.add(proof["transformers"])
-    return found
+    return results
 
 
-def said(tables: str) -> Iterator[tuple[str, Proofs]]:
+def parse_rows(tables: str) -> Iterator[tuple[str, FamilyResults]]:
     """Yield model_type and results of each row of tables that `lines` wrote."""
     names = {head: name for name, head in COLUMNS.items()}
     heads: list[str] = []
     for line in tables.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in COLUMNS_OF:
+        if cells[0] in COLUMNS_BY_KIND:
             heads = cells
         elif len(cells) == len(heads) and not cells[0].startswith("-"):
             row = dict(zip(heads, cells, strict=True))
             what = {names[head] for head, cell in row.items() if cell == "yes"}
             versions = row.get("transformers", "").split(", ")
-            yield cells[0], Proofs(what, {version for version in versions if version})
+            yield cells[0], FamilyResults(what, {version for version in versions if version})
 
 
-def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
+def lines(results: Mapping[str, FamilyResults]) -> Iterator[str]:
     """Yield the lines of one table per kind of model, without empty columns."""
     kinds: dict[str, Mapping[str, object]] = {
         "LLMs": LLM_FAMILIES,
@@ -134,15 +134,15 @@ def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
         "Multimodal models": COMPOSITES,
     }
     for kind, families in kinds.items():
-        columns = COLUMNS_OF[kind]
+        columns = COLUMNS_BY_KIND[kind]
         classes = export_classes(kind)
         heads = [kind, *(COLUMNS[column] for column in columns), "exported as", "transformers"]
         rows = []
         for model_type in families:
-            proofs = found.get(model_type, Proofs(set(), set()))
-            missing = impossible(model_type) if kind == "Multimodal models" else set()
+            proofs = results.get(model_type, FamilyResults(set(), set()))
+            missing = inapplicable_columns(model_type) if kind == "Multimodal models" else set()
             cells = [
-                NONE if column in missing else "yes" if column in proofs.what else ""
+                NOT_APPLICABLE if column in missing else "yes" if column in proofs.what else ""
                 for column in columns
             ]
             versions = ", ".join(sorted(proofs.versions))
@@ -159,14 +159,14 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def impossible(model_type: str) -> set[str]:
+def inapplicable_columns(model_type: str) -> set[str]:
     """Return the columns that do not apply to a multimodal model."""
     config = AutoConfig.for_model(model_type)
-    found = set() if model_type in TILED else {"tiles"}
-    found |= set() if model_type in TIMED else {"clips"}
+    columns = set() if model_type in TILED else {"tiles"}
+    columns |= set() if model_type in TIMED else {"clips"}
     if not hasattr(config, "vision_config"):
-        found.add("images")
-    return found if hasattr(config, "audio_config") else found | {"sounds"}
+        columns.add("images")
+    return columns if hasattr(config, "audio_config") else columns | {"sounds"}
 
 
 def export_classes(kind: str) -> Mapping[str, str]:
@@ -181,16 +181,16 @@ def export_classes(kind: str) -> Mapping[str, str]:
 
 def _tower_classes() -> dict[str, str]:
     """Return LLaVA, or the class of the encoder for exports as components."""
-    found = {}
+    classes = {}
     for model_type, family in ENCODER_FAMILIES.items():
         if is_exported_as_llava(family):
-            found[model_type] = LlavaForConditionalGeneration.__name__
+            classes[model_type] = LlavaForConditionalGeneration.__name__
             continue
         config = AutoConfig.for_model(model_type)
         with torch.device("meta"):
             tower = family.variant(config).build(config, torch.float32)
-        found[model_type] = type(tower).__name__
-    return found
+        classes[model_type] = type(tower).__name__
+    return classes
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def with_map(page: str) -> str:
     return _replace_block(page, TABLES_BEGIN, TABLES_END, tables())
 
 
-def _replace_block(page: str, begin: str, end: str, text: str) -> str:
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n```\n{text}\n```\n\n{end}{rest.partition(end)[2]}"
+def _replace_block(page: str, begin: str, end_marker: str, text: str) -> str:
+    before, _, after = page.partition(begin)
+    return f"{before}{begin}\n\n```\n{text}\n```\n\n{end_marker}{after.partition(end_marker)[2]}"
 
 
 def tables() -> str:

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "emoji_scenes"
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 STEPS = 6
-ENDING_S = 40
+SHUTDOWN_S = 40
 """Time limit of the shutdown in seconds. torchrun waits 30 s for its ranks."""
 EXACT, ROUNDED = 1e-4, 3e-2
 """Limits on the relative difference to the float32 losses of the CPU.
@@ -53,7 +53,7 @@ FAMILY_SOURCES = ("torchmm/models", "benchmarks/support/cases", "torchmm/common"
 Verdict = Literal["ok", "look", "WRONG", "not run"]
 
 
-class Line(NamedTuple):
+class ResultRow(NamedTuple):
     """Row of the result table."""
 
     check: str
@@ -72,7 +72,7 @@ class OutOfTimeError(FailedError):
 
 
 @dataclass
-class Machine:
+class CheckMachine:
     """Machine on which the checks run programs.
 
     Attributes:
@@ -137,7 +137,7 @@ class Machine:
 
             def expire() -> None:
                 expired.set()
-                _end(process)
+                _terminate(process)
 
             timer = threading.Timer(max(1.0, self.left_s), expire)
             timer.start()
@@ -151,7 +151,7 @@ class Machine:
             finally:
                 timer.cancel()
                 if process.poll() is None:
-                    _end(process)
+                    _terminate(process)
             if expired.is_set():
                 raise OutOfTimeError("the time limit expired")
             if process.returncode:
@@ -181,8 +181,8 @@ class Machine:
         }
         folder = name.replace(", ", "_").replace(" ", "_")
         settings["name"] = folder
-        given = [f"--{key}={value}" for key, value in settings.items()]
-        self.run("train.py", ["--config", str(QUICKSTART), *given], ranks)
+        option_words = [f"--{key}={value}" for key, value in settings.items()]
+        self.run("train.py", ["--config", str(QUICKSTART), *option_words], ranks)
         lines = (self.folder / folder / "metrics.jsonl").read_text().splitlines()
         self.runs[name] = [json.loads(line) for line in lines]
         return self.runs[name]
@@ -225,48 +225,50 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-def check_losses(machine: Machine) -> Iterator[Line]:
+def check_losses(machine: CheckMachine) -> Iterator[ResultRow]:
     """Compare the losses of every parallelism config with those of one CPU process."""
-    plain = {"training.device": "cpu", "training.dtype": "float32"}
-    expected = [line["loss"] for line in machine.train("cpu", plain)]
+    base = {"training.device": "cpu", "training.dtype": "float32"}
+    expected = [line["loss"] for line in machine.train("cpu", base)]
     for layout, (ranks, changes) in LAYOUTS.items():
         if ranks > machine.gpus:
-            yield Line("losses", layout, f"requires {ranks} GPUs", "", "not run")
+            yield ResultRow("losses", layout, f"requires {ranks} GPUs", "", "not run")
             continue
-        for dtype, most in (("float32", EXACT), ("bfloat16", ROUNDED)):
+        for dtype, limit in (("float32", EXACT), ("bfloat16", ROUNDED)):
             case = f"{layout}, {dtype}"
             settings = changes | {"training.dtype": dtype, "training.device": "cuda"}
             try:
-                found = [line["loss"] for line in machine.train(case, settings, ranks)]
+                losses = [line["loss"] for line in machine.train(case, settings, ranks)]
             except FailedError as error:
-                yield Line("losses", case, str(error), "", _verdict(error))
+                yield ResultRow("losses", case, str(error), "", _verdict(error))
                 continue
-            off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
-            verdict: Verdict = "ok" if off <= most else "WRONG"
-            yield Line("losses", case, f"{off:.1e} off the CPU's", f"<= {most:.0e}", verdict)
+            off = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+            verdict: Verdict = "ok" if off <= limit else "WRONG"
+            yield ResultRow("losses", case, f"{off:.1e} off the CPU's", f"<= {limit:.0e}", verdict)
 
 
-def check_attention(machine: Machine) -> Iterator[Line]:
+def check_attention(machine: CheckMachine) -> Iterator[ResultRow]:
     """Check the operators that packed attention runs."""
     for line in machine.run("scripts/gpu_check.py", ["--attention"]).splitlines():
         case, _, operators = line.partition(": ")
         fast = "flash" in operators
-        yield Line("attention", case, operators, "flash", "ok" if fast else "look")
+        yield ResultRow("attention", case, operators, "flash", "ok" if fast else "look")
 
 
-def check_families(machine: Machine) -> Iterator[Line]:
+def check_families(machine: CheckMachine) -> Iterator[ResultRow]:
     """Check the gradients of the model families, in float32 and bfloat16."""
     if machine.families == "none":
-        yield Line("families", "all", "--families none", "", "not run")
+        yield ResultRow("families", "all", "--families none", "", "not run")
         return
     names = ["llama", "qwen3_vl"] if machine.small else []
-    kept = unchanged_families(machine.since) if machine.families == "changed" else set()
-    if kept:
-        yield Line("families", f"{len(kept)} families", "unchanged since an earlier run", "", "ok")
-    arguments = ["--gradients", *names, *(f"-{name}" for name in sorted(kept))]
+    unchanged = unchanged_families(machine.since) if machine.families == "changed" else set()
+    if unchanged:
+        yield ResultRow(
+            "families", f"{len(unchanged)} families", "unchanged since an earlier run", "", "ok"
+        )
+    arguments = ["--gradients", *names, *(f"-{name}" for name in sorted(unchanged))]
     for line in machine.lines("scripts/gpu_check.py", arguments):
-        case, found, expected, verdict = line.rstrip("\n").split("; ")
-        yield Line("families", case, found, expected, cast(Verdict, verdict))
+        case, result, expected, verdict = line.rstrip("\n").split("; ")
+        yield ResultRow("families", case, result, expected, cast(Verdict, verdict))
 
 
 def family_digest() -> str:
@@ -295,10 +297,10 @@ def unchanged_families(since: Path | None) -> set[str]:
     for record in records[1:]:
         if record["check"] == "families":
             verdicts.setdefault(record["case"].partition(",")[0], set()).add(record["verdict"])
-    return {name for name, found in verdicts.items() if found == {"ok"} and " " not in name}
+    return {name for name, outcomes in verdicts.items() if outcomes == {"ok"} and " " not in name}
 
 
-CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+CHECKS: dict[str, Callable[[CheckMachine], Iterator[ResultRow]]] = {
     "losses": check_losses,
     "attention": check_attention,
     "families": check_families,
@@ -348,15 +350,18 @@ def show_families(names: list[str]) -> None:
     device = select_device("cuda")
     start_process_group(ParallelConfig(), device)
     samples, vocabulary = renumbered(load_captions(0), 8)
-    wanted = [name for name in names if not name.startswith("-")]
+    selected = [name for name in names if not name.startswith("-")]
     for family in families(QUICK, vocabulary):
-        if f"-{family.name}" in names or (wanted and family.name not in wanted):
+        if f"-{family.name}" in names or (selected and family.name not in selected):
             continue
         try:
             for dtype, off in device_differences(family, samples, device):
                 verdict = "ok" if off.share <= off.most else "WRONG"
-                found = f"gradients {off.share:.1e} off the CPU's, most of it {off.worst}"
-                print(f"{family.name}, {dtype}; {found}; <= {off.most:.0e}; {verdict}", flush=True)
+                difference = f"gradients {off.share:.1e} off the CPU's, most of it {off.worst}"
+                print(
+                    f"{family.name}, {dtype}; {difference}; <= {off.most:.0e}; {verdict}",
+                    flush=True,
+                )
         except ConfigError as error:  # this version of transformers does not have the model
             print(f"{family.name}; {_one_line(error)}; ; not run", flush=True)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -364,8 +369,8 @@ def show_families(names: list[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    said = " ".join(str(error).replace(";", ",").split())
-    return f"{type(error).__name__}: {said[:200]}"
+    text = " ".join(str(error).replace(";", ",").split())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def main() -> int:
@@ -387,13 +392,13 @@ def main() -> int:
     count = wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         ends_at = time.monotonic() + 60 * options.minutes
-        machine = Machine(
+        machine = CheckMachine(
             options.gpus, ends_at, Path(folder), options.through, options.small,
             options.families, options.since,
         )  # fmt: skip
         for name in options.only:
             machine.ends_at = min(ends_at, time.monotonic() + LIMITS_S[name])
-            for line in _lines(name, machine):
+            for line in _check_rows(name, machine):
                 print(f"{line.verdict:8} {name:12} {line.case}: {line.found} {line.expected}")
                 sys.stdout.flush()
                 _append(options.json, line._asdict())
@@ -410,22 +415,22 @@ def _append(file: Path | None, record: Mapping[str, object]) -> None:
             lines.write(json.dumps(record) + "\n")
 
 
-def _lines(name: str, machine: Machine) -> Iterator[Line]:
+def _check_rows(name: str, machine: CheckMachine) -> Iterator[ResultRow]:
     """Yield the lines of a check, or one line with the reason if it cannot run."""
     if machine.left_s <= 0:
-        yield Line(name, "all", "no time left", "", "not run")
+        yield ResultRow(name, "all", "no time left", "", "not run")
         return
     try:
         yield from CHECKS[name](machine)
     except FailedError as error:
-        yield Line(name, "all", str(error), "", _verdict(error))
+        yield ResultRow(name, "all", str(error), "", _verdict(error))
 
 
-def _end(process: subprocess.Popen) -> None:
+def _terminate(process: subprocess.Popen) -> None:
     """Terminate a program. A launcher then terminates its ranks, so it is not killed at once."""
     process.terminate()
     try:
-        process.wait(timeout=ENDING_S)
+        process.wait(timeout=SHUTDOWN_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -438,10 +443,10 @@ def _verdict(error: FailedError) -> Verdict:
 def _gpu_names() -> str:
     shown = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown to nvidia-smi"
-    return "; ".join(found.strip().splitlines())
+    return "; ".join(output.strip().splitlines())
 
 
 def _parse() -> argparse.Namespace:

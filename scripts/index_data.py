@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchmm.index_data")
 
 
-def share(text: str) -> tuple[int, int]:
+def parse_shard(text: str) -> tuple[int, int]:
     """Parse a shard such as "3/64" into two numbers."""
     number, _, count = text.partition("/")
-    found = int(number), int(count)
-    if not 0 <= found[0] < found[1]:
+    shard = int(number), int(count)
+    if not 0 <= shard[0] < shard[1]:
         raise ValueError(text)
-    return found
+    return shard
 
 
-def buildings(config: str, overrides: list[str], workers: int) -> list[Building]:
+def list_index_builders(config: str, overrides: list[str], workers: int) -> list[Building]:
     """Return the indices of all sources of the recipe, including validation sources."""
     recipe = load_recipe(config, overrides).recipe
     with loading():
@@ -48,11 +48,11 @@ def buildings(config: str, overrides: list[str], workers: int) -> list[Building]
     data = recipe.data.model_copy(update={"workers": workers})
     model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     specs = model.sample_specs(load_tokenizer(recipe.model))
-    found = []
+    indices = []
     for validation in (False, True):
         reader = make_reader(data, recipe.training, **specs, validation=validation)
-        found += open_buildings(data, recipe.training, reader, specs["tokenizer"], validation)
-    return [building for _, _, building in found if building is not None]
+        indices += open_buildings(data, recipe.training, reader, specs["tokenizer"], validation)
+    return [building for _, _, building in indices if building is not None]
 
 
 def main() -> int:
@@ -64,14 +64,14 @@ def main() -> int:
     )
     parser.add_argument("--config", required=True, help="recipe (TOML file)")
     parser.add_argument(
-        "--shards", type=share, default=(0, 1), help="k/n: index every n-th shard from k"
+        "--shards", type=parse_shard, default=(0, 1), help="k/n: index every n-th shard from k"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     arguments, overrides = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     first, step = arguments.shards
     try:
-        for building in buildings(arguments.config, overrides, arguments.workers):
+        for building in list_index_builders(arguments.config, overrides, arguments.workers):
             building.prepare()
             building.measure(range(first, len(building.ranges), step))
             done = "complete" if building.finish() else "shards of other jobs are missing"

@@ -126,9 +126,9 @@ def _type(field: FieldInfo) -> str:
 
 def _type_name(annotation: Any) -> str:
     annotation = _strip_none(annotation)
-    plain = {str: "string", int: "integer", float: "number", bool: "true or false", Any: "any"}
-    if annotation in plain:
-        return plain[annotation]
+    type_names = {str: "string", int: "integer", float: "number", bool: "true or false", Any: "any"}
+    if annotation in type_names:
+        return type_names[annotation]
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return ", ".join(json.dumps(a) for a in arguments)
@@ -150,8 +150,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _strip_none(annotation: Any) -> Any:
-    rest = [a for a in get_args(annotation) if a is not type(None)]
-    return rest[0] if type(None) in get_args(annotation) else annotation
+    types = [a for a in get_args(annotation) if a is not type(None)]
+    return types[0] if type(None) in get_args(annotation) else annotation
 
 
 def _is_section(annotation: Any) -> bool:

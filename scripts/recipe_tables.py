@@ -143,11 +143,11 @@ def trained_page() -> str:
         if folder in ("zoo", "papers"):
             continue
         name = f"tiny/{path.stem}" if folder == "tiny" else path.stem
-        found = results.get(name, [])
+        results_of_recipe = results.get(name, [])
         cells = [f"`{name}`", summary(description)]
-        if not found:
+        if not results_of_recipe:
             rows.append(row(*cells, MISSING, MISSING, MISSING, MISSING))
-        for result in found:
+        for result in results_of_recipe:
             rows.append(row(*cells, *result_cells(result)))
             cells = ["", ""]
     return TRAINED + "\n".join(rows) + "\n" + TRAINED_NOTES
@@ -155,7 +155,7 @@ def trained_page() -> str:
 
 def trained_results() -> dict[str, list[Result]]:
     """Return the results of each recipe by its name below recipes/."""
-    found: dict[str, list[Result]] = {}
+    by_recipe: dict[str, list[Result]] = {}
     times: dict[str, float] = {}
     for entry in chain(*(json.loads((RESULTS / file).read_text()) for file in RESULT_FILES)):
         case = entry["case"]
@@ -164,10 +164,10 @@ def trained_results() -> dict[str, list[Result]]:
             times[name] = entry["ours"]
             continue
         result = Result(entry["metric"], entry["baseline"], entry["ours"])
-        found[name] = [*found.get(name, []), result]
+        by_recipe[name] = [*by_recipe.get(name, []), result]
     return {
         name: [results[0]._replace(time_s=times.get(name, results[0].time_s)), *results[1:]]
-        for name, results in found.items()
+        for name, results in by_recipe.items()
     }
 
 
@@ -241,8 +241,8 @@ def parallelism(recipe: Recipe) -> str:
 
 def small_version(path: Path) -> str:
     """Return the recipe for two CPU cores that the comment of a recipe names."""
-    found = re.search(r"^# Small version: recipes/(\S+)\.toml\.$", path.read_text(), re.MULTILINE)
-    return f"`{found[1]}`" if found else MISSING
+    match = re.search(r"^# Small version: recipes/(\S+)\.toml\.$", path.read_text(), re.MULTILINE)
+    return f"`{match[1]}`" if match else MISSING
 
 
 def summary(description: str) -> str:

@@ -72,10 +72,10 @@ def exit_codes_page() -> str:
     rows[1] = ("Any other error, with a traceback", "")
     for kind in kinds:
         if kind.exit_code != 1:
-            told = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+            documentation = (inspect.getdoc(kind) or "").partition("\n\n")[0]
             when, name = rows.get(kind.exit_code, ("", ""))
             rows[kind.exit_code] = (
-                ". Or: ".join(filter(None, (when, " ".join(told.split()).rstrip(".")))),
+                ". Or: ".join(filter(None, (when, " ".join(documentation.split()).rstrip(".")))),
                 ", ".join(filter(None, (name, f"`{kind.__name__}`"))),
             )
     lines = [f"| {code} | {when} | {name} |\n" for code, (when, name) in sorted(rows.items())]

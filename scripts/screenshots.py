@@ -33,19 +33,19 @@ def main() -> int:
         print("requires chromium or google-chrome", file=sys.stderr)
         return 2
     run, images = arguments.run_dirs[0], arguments.images
-    output = script("show_run.py", run)
-    script("show_run.py", run, "--page")
-    photograph(browser, run / "index.html", images / "run_page.png", LIGHT, 1900)
-    photograph(browser, run / "index.html", images / "run_page_dark.png", DARK, 1300)
+    output = run_script("show_run.py", run)
+    run_script("show_run.py", run, "--page")
+    take_screenshot(browser, run / "index.html", images / "run_page.png", LIGHT, 1900)
+    take_screenshot(browser, run / "index.html", images / "run_page_dark.png", DARK, 1300)
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "compare.html"
-        script("compare_runs.py", *arguments.run_dirs, "--output", page)
-        photograph(browser, page, images / "compare_runs.png", LIGHT, 930)
-    draw_terminal(f"$ python scripts/show_run.py {run}\n{output}", images / "terminal.svg")
+        run_script("compare_runs.py", *arguments.run_dirs, "--output", page)
+        take_screenshot(browser, page, images / "compare_runs.png", LIGHT, 930)
+    render_terminal(f"$ python scripts/show_run.py {run}\n{output}", images / "terminal.svg")
     return 0
 
 
-def script(name: str, *arguments: Path | str) -> str:
+def run_script(name: str, *arguments: Path | str) -> str:
     """Return the output of a script, with ANSI colors."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
@@ -53,23 +53,23 @@ def script(name: str, *arguments: Path | str) -> str:
     return ran.stdout
 
 
-def photograph(browser: str, page: Path, picture: Path, scheme: int, height: int) -> None:
+def take_screenshot(browser: str, page: Path, image_file: Path, scheme: int, height: int) -> None:
     """Take a screenshot of the top of a page, 1200 pixels wide."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--virtual-time-budget=5000"]  # until the page is rendered
-    command += [f"--window-size=1200,{height}", f"--screenshot={picture.resolve()}"]
+    command += [f"--window-size=1200,{height}", f"--screenshot={image_file.resolve()}"]
     command += [f"--blink-settings=preferredColorScheme={scheme}", page.resolve().as_uri()]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
-    print(picture)
+    print(image_file)
 
 
-def draw_terminal(text: str, picture: Path) -> None:
+def render_terminal(text: str, image_file: Path) -> None:
     """Render text with ANSI colors as an image of a terminal."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere)
         console.print(Text.from_ansi(text))
-        console.save_svg(str(picture), title="torchmm")
-    print(picture)
+        console.save_svg(str(image_file), title="torchmm")
+    print(image_file)
 
 
 if __name__ == "__main__":

@@ -61,18 +61,20 @@ def measures() -> dict[str, str]:
     records = find_records(classes)
     core = sum(lines[f"torchmm/{name}"] for name in CORE)
     trainer = "torchmm.training.trainer"
-    every, from_recipes, examples = recipe_keys()
+    all_keys, from_recipes, examples = recipe_keys()
     return {
         "lines in torchmm/": f"{sum(lines.values()):,}",
         "lines of the core": f"{core:,}",
-        "modules that trainer.py reaches": f"{len(reached(graph, trainer))} of {len(graph)}",
+        "modules that trainer.py reaches": (
+            f"{len(transitive_imports(graph, trainer))} of {len(graph)}"
+        ),
         "lines of trainer.py": f"{_count_lines(ROOT / 'torchmm/training/trainer.py')}",
         "modules that build.py imports": f"{len(graph['torchmm.training.build'])}",
-        "longest import chain, file by file": f"{longest_chain(graph)}",
+        "longest import chain, file by file": f"{longest_import_chain(graph)}",
         "record types among all classes": f"{len(records)} of {len(classes)}",
-        "recipe keys": f"{len(every)}",
-        "recipe keys that no recipe sets": f"{len(every - from_recipes)}",
-        "recipe keys without any example": f"{len(every - from_recipes - examples)}",
+        "recipe keys": f"{len(all_keys)}",
+        "recipe keys that no recipe sets": f"{len(all_keys - from_recipes)}",
+        "recipe keys without any example": f"{len(all_keys - from_recipes - examples)}",
     }
 
 
@@ -114,32 +116,32 @@ def import_graph() -> Graph:
 
 
 def _imported(file: Path) -> set[str]:
-    found: set[str] = set()
+    imports: set[str] = set()
     for node in ast.walk(_parse(file)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imports
 
 
-def reached(graph: Graph, start: str) -> set[str]:
+def transitive_imports(graph: Graph, start: str) -> set[str]:
     """Return all modules that importing `start` may import, without `start`."""
-    found: set[str] = set()
+    reachable: set[str] = set()
     remaining = {start}
     while remaining:
-        imported = graph[remaining.pop()] - found
-        found |= imported
+        imported = graph[remaining.pop()] - reachable
+        reachable |= imported
         remaining |= imported
-    return found - {start}
+    return reachable - {start}
 
 
-def longest_chain(graph: Graph) -> int:
+def longest_import_chain(graph: Graph) -> int:
     """Return the number of modules in the longest chain of imports."""
 
     @cache
     def depth(name: str) -> int:
-        return 1 + max((depth(other) for other in graph[name]), default=0)
+        return 1 + max((depth(dependency) for dependency in graph[name]), default=0)
 
     return max(map(depth, graph))
 
@@ -154,18 +156,18 @@ def find_records(classes: list[ast.ClassDef]) -> set[str]:
     records = {
         node.name
         for node in classes
-        if any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
     bases = set(RECORD_BASES)
     found_more = True
     while found_more:
-        found = {
+        record_names = {
             node.name
             for node in classes
             if {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases} & bases
         }
-        found_more = not found <= bases
-        bases |= found
+        found_more = not record_names <= bases
+        bases |= record_names
     return records | {node.name for node in classes if node.name in bases}
 
 
@@ -180,7 +182,7 @@ def recipe_keys() -> tuple[set[str], set[str], set[str]]:
     return set(schema_keys(Recipe)), set_by_recipes, shown
 
 
-def owned(section: type[Section], name: str) -> str:
+def defining_key(section: type[Section], name: str) -> str:
     """Return the class that defines a key, and the key. Tables with the same keys share them."""
     owner = next(c for c in reversed(section.__mro__) if name in getattr(c, "model_fields", ()))
     return f"{owner.__name__}.{name}"
@@ -190,7 +192,7 @@ def section_below(annotation: Any) -> type[Section] | None:
     """Return the section of a field that is a table, several named tables or a list of tables."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next((found for a in get_args(annotation) if (found := section_below(a))), None)
+    return next((section for a in get_args(annotation) if (section := section_below(a))), None)
 
 
 def schema_keys(section: type[Section]) -> Iterator[str]:
@@ -198,7 +200,7 @@ def schema_keys(section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         below = section_below(field.annotation)
         if below is None:
-            yield owned(section, name)
+            yield defining_key(section, name)
         else:
             yield from schema_keys(below)
     if section.named_tables is not None:
@@ -218,7 +220,7 @@ def set_keys(value: Any, section: type[Section]) -> Iterator[str]:
         elif (below := section_below(field.annotation)) is not None:
             yield from set_keys(inner, below)
         else:
-            yield owned(section, name)
+            yield defining_key(section, name)
 
 
 def shown_keys(text: str) -> Iterator[str]:
@@ -228,8 +230,8 @@ def shown_keys(text: str) -> Iterator[str]:
             yield from set_keys(tomli.loads(dedent(block)), Recipe)
         except tomli.TOMLDecodeError:
             continue
-    every = set(schema_keys(Recipe))
-    names = Counter(key.partition(".")[2] for key in every)
+    all_keys = set(schema_keys(Recipe))
+    names = Counter(key.partition(".")[2] for key in all_keys)
     for key in (*ASSIGNED.findall(text), *OPTION.findall(text)):
         *sections, name = key.split(".")
         table: Any = {name: 0}
@@ -237,7 +239,7 @@ def shown_keys(text: str) -> Iterator[str]:
             table = {section: table}
         yield from set_keys(table, Recipe)
         if not sections and names[name] == 1:
-            yield next(own for own in every if own.endswith(f".{name}"))
+            yield next(full_key for full_key in all_keys if full_key.endswith(f".{name}"))
 
 
 if __name__ == "__main__":

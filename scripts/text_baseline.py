@@ -60,21 +60,21 @@ def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float
         from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 
     with working("measuring losses"):
-        run = _read(run_dir)
+        run = _read_run(run_dir)
         device = select_device(run.recipe.training.device)
-        alone = ParallelConfig()
-        start_process_group(alone, device)
-        mesh = build_mesh(alone, device)
+        single = ParallelConfig()
+        start_process_group(single, device)
+        mesh = build_mesh(single, device)
         rows = [("pretrained LLM", "none", text_only_loss(run, mesh))]
         if blind_dir is not None:
-            blind = image_losses(_read(blind_dir), blind_dir, mesh)
+            blind = image_losses(_read_run(blind_dir), blind_dir, mesh)
             rows.append(("trained without images", "blank", blind["blank"]))
         losses = image_losses(run, run_dir, mesh)
     names = {"blank": "blank", "other": "of another sample", "own": "its own"}
     return rows + [("trained", name, losses[key]) for key, name in names.items()]
 
 
-def _read(run_dir: Path) -> Resolved:
+def _read_run(run_dir: Path) -> Resolved:
     from torchmm.planning.resolved import resolve
 
     recipe = load_recipe(run_dir / "recipe.toml", [], world_size=1).recipe

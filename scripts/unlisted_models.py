@@ -30,7 +30,7 @@ from torchmm.models.families.introspection import find_mechanisms
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
-OF_LLMS = {
+LLM_ERROR_SUMMARIES = {
     "list of": "no list of layers with the length in the config, or several components",
     "are not in the same module": "embeddings and layers in separate modules (as in BERT)",
     "layers, one norm and head": "additional modules with weights around the layers",
@@ -42,7 +42,7 @@ OF_LLMS = {
     "fails": "no support for packed samples or stages",
 }
 """Maps text of an error to its summary on the page. The first match applies."""
-OF_ENCODERS = {
+ENCODER_ERROR_SUMMARIES = {
     "list of": "no list of layers, or several (stages of several widths)",
     "image_size and patch_size": "no images of a fixed size in its config",
     "not a square": "images that are not square",
@@ -64,18 +64,18 @@ OF_ENCODERS = {
 """Maps text of an encoder error to its summary on the page."""
 
 
-class Outcome(NamedTuple):
+class ComparisonOutcome(NamedTuple):
     """Result of the comparison of a model type: a proof or an error."""
 
-    proof: ParityResult[Any] | None
-    refusal: str
+    parity: ParityResult[Any] | None
+    error_text: str
 
 
-class Kind(NamedTuple):
+class ModelType(NamedTuple):
     """Kind of model with a separate section on the page."""
 
     name: str
-    prove: Callable[[PreTrainedConfig], ParityResult[Any]]
+    compare: Callable[[PreTrainedConfig], ParityResult[Any]]
     reasons: dict[str, str]
 
     @property
@@ -97,20 +97,20 @@ def _prove_encoder(config: PreTrainedConfig) -> ParityResult[Any]:
     return compare_encoder(config, ENCODER_FILES, processor)
 
 
-LLMS = Kind("causal LMs", lambda config: compare_llm(config, LLM_FILES), OF_LLMS)
-ENCODERS = Kind("image encoders", _prove_encoder, OF_ENCODERS)
+LLMS = ModelType("causal LMs", lambda config: compare_llm(config, LLM_FILES), LLM_ERROR_SUMMARIES)
+ENCODERS = ModelType("image encoders", _prove_encoder, ENCODER_ERROR_SUMMARIES)
 
 
-def survey(kind: Kind, names: list[str]) -> dict[str, Outcome]:
+def compare_all(kind: ModelType, names: list[str]) -> dict[str, ComparisonOutcome]:
     """Return the outcome by model type, with the default config of each type."""
     outcomes = {}
     for name in names:
         try:
-            outcomes[name] = Outcome(kind.prove(CONFIG_MAPPING[name]()), "")
+            outcomes[name] = ComparisonOutcome(kind.compare(CONFIG_MAPPING[name]()), "")
         except ConfigError as error:
-            outcomes[name] = Outcome(None, "; ".join(error.problems))
+            outcomes[name] = ComparisonOutcome(None, "; ".join(error.problems))
         except Exception as error:  # raised by their classes; reported as rejected
-            outcomes[name] = Outcome(None, f"small copy: {' '.join(str(error).split())}")
+            outcomes[name] = ComparisonOutcome(None, f"small copy: {' '.join(str(error).split())}")
     return outcomes
 
 
@@ -121,7 +121,7 @@ def causal_lms() -> list[str]:
 
 def image_encoders() -> list[str]:
     """Return all image encoders that are not registered and have no text model."""
-    found = []
+    names = []
     for name in CONFIG_MAPPING:
         if name in ENCODER_FAMILIES or not (
             name in IMAGE_PROCESSOR_MAPPING_NAMES or re.search(r"vision|vit|dino", name)
@@ -133,19 +133,19 @@ def image_encoders() -> list[str]:
         except Exception:  # raised by their classes, or no tower for pixels
             continue
         if not config.sub_configs:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
+def section(kind: ModelType, outcomes: dict[str, ComparisonOutcome]) -> str:
     """Return the section of a kind of model."""
-    passed = {name: outcome.proof for name, outcome in outcomes.items() if outcome.proof}
+    passed = {name: outcome.parity for name, outcome in outcomes.items() if outcome.parity}
     read = [name for name, proof in passed.items() if not proof.unreadable]
     unread = [name for name, proof in passed.items() if proof.unreadable]
     refused = defaultdict(list)
     for name, outcome in outcomes.items():
-        if not outcome.proof:
-            refused[sum_up(kind, outcome.refusal)].append(_with_mechanisms(name))
+        if not outcome.parity:
+            refused[summarize_error(kind, outcome.error_text)].append(_describe_mechanisms(name))
     lines = [
         f"{len(passed)} of {len(outcomes)} {kind.name} that are not registered pass.",
         "",
@@ -160,20 +160,22 @@ def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def sum_up(kind: Kind, refusal: str) -> str:
+def summarize_error(kind: ModelType, refusal: str) -> str:
     """Return the summary of an error on the page."""
-    return next((words for mark, words in kind.reasons.items() if mark in refusal), refusal)
+    return next(
+        (summary for pattern, summary in kind.reasons.items() if pattern in refusal), refusal
+    )
 
 
-def _with_mechanisms(name: str) -> str:
+def _describe_mechanisms(name: str) -> str:
     try:
-        found = find_mechanisms(CONFIG_MAPPING[name]())
+        mechanisms = find_mechanisms(CONFIG_MAPPING[name]())
     except Exception:  # raised by their classes, which is counted already
-        found = []
-    return f"{name} ({', '.join(found)})" if found else name
+        mechanisms = []
+    return f"{name} ({', '.join(mechanisms)})" if mechanisms else name
 
 
-def written(kind: Kind, page: str) -> str:
+def present_section(kind: ModelType, page: str) -> str:
     """Return the present section of a page."""
     return page.partition(kind.begin)[2].partition(kind.end)[0].strip()
 
@@ -185,8 +187,10 @@ def main() -> None:
     types = parser.parse_args().types
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    for kind, every in ((LLMS, causal_lms()), (ENCODERS, image_encoders())):
-        outcomes = survey(kind, [n for n in types if n in every] if types else every)
+    for kind, model_types in ((LLMS, causal_lms()), (ENCODERS, image_encoders())):
+        outcomes = compare_all(
+            kind, [n for n in types if n in model_types] if types else model_types
+        )
         for name, (proof, refusal) in outcomes.items():
             print(name, f"passes, {proof.worst:.1e} {proof.unreadable}" if proof else refusal)
         if not types:

@@ -47,10 +47,10 @@ def parse_recipe_arguments(
         parser: Parser with the option `--config`.
         arguments: Words after the command. If None, use those of this process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--config")
-    return parser.parse_known_args(words)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and not argv[0].startswith("-"):
+        argv.insert(0, "--config")
+    return parser.parse_known_args(argv)
 
 
 def load_checked_recipe(config: str, overrides: Sequence[str], world_size: int) -> Recipe:

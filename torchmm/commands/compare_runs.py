@@ -20,7 +20,7 @@ from torchmm.extensions.reports.page.pages import comparison_page
 from torchmm.extensions.reports.page.sections import comparison, recipe_differences
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -32,7 +32,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
         default=Path("compare.html"),
         help="HTML file to write (default: compare.html)",
     )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if len(arguments.run_dirs) < 2:
         parser.error("at least two runs are required; for one run, open its index.html")
     runs = []

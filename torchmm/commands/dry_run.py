@@ -53,15 +53,15 @@ def print_dry_run(options: argparse.Namespace, overrides: Sequence[str], program
     Raises:
         TorchmmError: The run would fail.
     """
-    words = [*overrides, "--data.sources", "[]"] if options.assumed else [*overrides]
+    argv = [*overrides, "--data.sources", "[]"] if options.assumed else [*overrides]
     world_size = options.world_size or launched().world_size
-    recipe = load_checked_recipe(options.config, words, world_size)
+    recipe = load_checked_recipe(options.config, argv, world_size)
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.balance.forecasts.dry_run import describe_run
 
-    picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
+    plot_file = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
     config = ["--config", options.config] if program == "train.py" else [options.config]
     with working("planning and simulating the first step"):
-        text = describe_run(recipe, world_size, picture, [*config, *words], program)
+        text = describe_run(recipe, world_size, plot_file, [*config, *argv], program)
     print(text)

@@ -42,9 +42,9 @@ SEQUENCE_LENGTH = 4096
 """Maximum sequence length in tokens of samples without a recipe."""
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
-    arguments = _parser(prog).parse_args(words)
+    arguments = _parser(prog).parse_args(argv)
     log_to_console(make_console(stderr=True), only_progress=True)
     try:
         _evaluate(arguments)
@@ -66,9 +66,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         run_dir = export
         export = run_dir / arguments.export
         if not export.is_dir():
-            found = sorted(p.name for p in run_dir.glob("hf*") if p.is_dir()) or ["none"]
+            exports = sorted(p.name for p in run_dir.glob("hf*") if p.is_dir()) or ["none"]
             raise ConfigError(
-                f"{export}: no such export; available: {', '.join(found)}. Use `torchmm "
+                f"{export}: no such export; available: {', '.join(exports)}. Use `torchmm "
                 "export` to export a checkpoint"
             )
     # The card of an export has the number of training steps.

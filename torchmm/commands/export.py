@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
             from torchmm.training.export.checkpoint import push
 
             with working("uploading"):
-                place = push(output, options.push, options.private)
-            print(f"uploaded to {place}")
+                url = push(output, options.push, options.private)
+            print(f"uploaded to {url}")
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -141,10 +141,10 @@ def export(
         from torchmm.training.export.checkpoint import export_checkpoint
 
     disable_progress_bar()  # `working` reports progress
-    found = checkpoints_at(Path(checkpoint).resolve())
-    if not found:
+    checkpoints = checkpoints_at(Path(checkpoint).resolve())
+    if not checkpoints:
         raise CheckpointError(f"no checkpoint in {checkpoint}")
-    path = found[0]
+    path = checkpoints[0]
     name = f"hf-{step_of(path)}{'-ema' if ema else ''}"
     directory = path.parent.parent / name if output is None else Path(output)
     print(f"exporting {path} to {directory}")

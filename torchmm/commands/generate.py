@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 COMMANDS = "/file FILE adds a file to your next message, /new starts a new chat, /end exits"
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
     parser = _parser(prog)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
@@ -71,11 +71,11 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
         with working("opening the model"):
             writer = load_text_generator(arguments.model, DTYPES[arguments.dtype], arguments.ema)
         if arguments.generate_images is not None:
-            _draw(writer, requests, arguments)
+            _generate_images(writer, requests, arguments)
         elif arguments.chat:
-            _talk(writer, sampling, arguments)
+            _chat(writer, sampling, arguments)
         else:
-            _answer(writer, requests, sampling, arguments)
+            _print_responses(writer, requests, sampling, arguments)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -189,16 +189,18 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.files and not arguments.all_files:
         files = [[file] for file in arguments.files]
     return [
-        make_request(own, words, as_chat=arguments.template)
-        for own in files
-        for words in arguments.prompt or [""]
+        make_request(files_of_prompt, prompt_text, as_chat=arguments.template)
+        for files_of_prompt in files
+        for prompt_text in arguments.prompt or [""]
     ]
 
 
-def _draw(writer: TextGenerator, requests: list[Request], arguments: argparse.Namespace) -> None:
+def _generate_images(
+    writer: TextGenerator, requests: list[Request], arguments: argparse.Namespace
+) -> None:
     from torchmm.extensions.generation.sampling import generate_requested_images, save_image
 
-    pictures = generate_requested_images(
+    generated = generate_requested_images(
         writer,
         requests,
         steps=max(1, arguments.denoising_steps),
@@ -206,7 +208,7 @@ def _draw(writer: TextGenerator, requests: list[Request], arguments: argparse.Na
         max_prompt_tokens=arguments.max_prompt_tokens,
     )
     arguments.generate_images.mkdir(parents=True, exist_ok=True)
-    for number, (request, frames) in enumerate(zip(requests, pictures, strict=True)):
+    for number, (request, frames) in enumerate(zip(requests, generated, strict=True)):
         file = save_image(frames, arguments.generate_images / str(number))
         if arguments.json:
             print(json.dumps({"asked": request.label, "file": str(file)}), flush=True)
@@ -214,7 +216,7 @@ def _draw(writer: TextGenerator, requests: list[Request], arguments: argparse.Na
             print(f"{request.label}: {file}", flush=True)
 
 
-def _answer(
+def _print_responses(
     writer: TextGenerator,
     requests: list[Request],
     sampling: Sampling,
@@ -223,7 +225,7 @@ def _answer(
     """Print the text of each request, or show the only text while it is generated."""
     streams = arguments.stream and len(requests) == 1 and not arguments.json
     with ExitStack() as stack:
-        stream = stack.enter_context(_Stream(writer.tokenizer)) if streams else None
+        stream = stack.enter_context(_ResponseStream(writer.tokenizer)) if streams else None
         texts = writer.write(
             requests,
             sampling,
@@ -239,22 +241,22 @@ def _answer(
                 print(f"{request.label}: {text}", flush=True)
 
 
-def _talk(writer: TextGenerator, sampling: Sampling, arguments: argparse.Namespace) -> None:
+def _chat(writer: TextGenerator, sampling: Sampling, arguments: argparse.Namespace) -> None:
     """Run an interactive chat: read user messages from standard input until /end."""
     from torchmm.extensions.evaluation.text.prompts import chat_request, content_parts
 
     print(COMMANDS, file=sys.stderr)
     messages: list[dict[str, Any]] = []
     files: list[Path] = [*arguments.files]
-    while (message := _line()) is not None:
-        command, _, rest = message.partition(" ")
+    while (message := _read_line()) is not None:
+        command, _, argument = message.partition(" ")
         if command == "/end":
             return
         if command == "/new":
             messages, files = [], []
             continue
         if command == "/file":
-            files.append(Path(rest).expanduser())
+            files.append(Path(argument).expanduser())
             continue
         if not message:
             continue
@@ -265,7 +267,7 @@ def _talk(writer: TextGenerator, sampling: Sampling, arguments: argparse.Namespa
         user_message = {"role": "user", "content": content_parts(files, message)}
         request = chat_request("the chat", [*messages, user_message], Path())
         try:
-            with _Stream(writer.tokenizer) as stream:
+            with _ResponseStream(writer.tokenizer) as stream:
                 [text] = writer.write(
                     [request],
                     sampling,
@@ -282,7 +284,7 @@ def _talk(writer: TextGenerator, sampling: Sampling, arguments: argparse.Namespa
             messages += [user_message, {"role": "assistant", "content": text}]
 
 
-def _line() -> str | None:
+def _read_line() -> str | None:
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -290,7 +292,7 @@ def _line() -> str | None:
         return None
 
 
-class _Stream(AbstractContextManager["_Stream"]):
+class _ResponseStream(AbstractContextManager["_ResponseStream"]):
     """Console output of a response during generation, with progress until the first token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

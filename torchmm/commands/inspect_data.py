@@ -74,10 +74,10 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     findings = []
     read = inspect_recipe(recipe, options.limit, options.samples, decode=options.decode)
-    for found in worked("reading the data", read, unit="sources"):
-        findings.append(found)
-        console.print(findings_table(found))
-        for line in refused_lines(found):
+    for inspected in worked("reading the data", read, unit="sources"):
+        findings.append(inspected)
+        console.print(findings_table(inspected))
+        for line in refused_lines(inspected):
             console.out(line, highlight=False)
     for line in (corrupt_limit_line(recipe, findings), *length_lines(recipe, findings)):
         console.out(line, highlight=False)

@@ -99,7 +99,7 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     console.print(certificate(result), soft_wrap=True)
     print(f"samples: {describe_samples(cluster.recipe)}")
     if options.out is not None:
-        _write(options, best, cluster.device, program)
+        _write_plan_recipe(options, best, cluster.device, program)
     return 0
 
 
@@ -191,7 +191,9 @@ def default_budget_s(devices: int) -> float:
     return min(100.0, max(12.0, 12.0 + (devices - 64) * 88 / 1232))
 
 
-def _write(options: argparse.Namespace, best: Candidate, device: str, program: str) -> None:
+def _write_plan_recipe(
+    options: argparse.Namespace, best: Candidate, device: str, program: str
+) -> None:
     """Write the recipe of the best plan."""
     from torchmm.balance.search.report import recipe_text
 

@@ -42,16 +42,16 @@ SPOKEN_LANGUAGES = ("es", "fr", "ro", "bg", "ru")
 Prepare = Callable[[Path, Path, dict[str, Any]], None]
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
-    arguments = parse_arguments(words, prog)
+    arguments = parse_arguments(argv, prog)
     log_to_console(make_console())
     output = arguments.output
     packages = arguments.packages or output / ".packages"
     output.mkdir(parents=True, exist_ok=True)
     try:
         for name, options, prepare in required_sets(arguments):
-            ensure(output, packages, name, options, prepare)
+            prepare_unless_present(output, packages, name, options, prepare)
     except TorchmmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -139,7 +139,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
                 yield step()
 
 
-def ensure(
+def prepare_unless_present(
     output: Path, packages: Path, name: str, options: dict[str, Any], prepare: Prepare
 ) -> None:
     """Prepare a set unless it exists with these options."""
@@ -156,7 +156,7 @@ def ensure(
     print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
 
 
-def parse_arguments(words: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,4 +185,4 @@ def parse_arguments(words: Sequence[str] | None, prog: str | None) -> argparse.N
         metavar="CODE",
         help=f"languages of spoken_stamps: {', '.join(SPOKEN_LANGUAGES)} (default: es fr)",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(argv)

@@ -30,20 +30,22 @@ LABELS = {
     "hf": "Hugging Face export for from_pretrained",
     "hf-ema": "Hugging Face export of the averaged weights",
 }
-IN_PARTS = "export as separate components; Hugging Face has no class for the complete model"
+SEPARATE_COMPONENTS_NOTE = (
+    "export as separate components; Hugging Face has no class for the complete model"
+)
 SHOWN_RANKS = 5
-SILENT_S = 600.0
+STALE_S = 600.0
 """Time without an update after which a run may have been killed, as on its page."""
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--page", action="store_true", help="only write index.html")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     run_dir = arguments.run_dir
     if not (run_dir / "metrics.jsonl").exists():
         print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
@@ -57,7 +59,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     except OSError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)
         return 2
-    console.out(state_line(run), highlight=False)
+    console.out(describe_state(run), highlight=False)
     _show_captions(console, run)
     _show_loss(console, run)
     _show_scores(console, run)
@@ -68,11 +70,11 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-def state_line(run: RunContents) -> str:
+def describe_state(run: RunContents) -> str:
     """Return the state of a run. A killed process leaves the state "running"."""
     state: str = run.status.state if run.status else "unknown"
     silent_s = run.status_age_s
-    if state == "running" and silent_s > SILENT_S:
+    if state == "running" and silent_s > STALE_S:
         state += f", but no update for {silent_s / 60:,.0f} min; the run may have been killed"
     return f"{run.name}: {state}"
 
@@ -95,8 +97,8 @@ def _show_loss(console: Console, run: RunContents) -> None:
     losses = run.points("loss")
     if losses:
         first, begin = losses[0]
-        last, end = losses[-1]
-        console.print(f"loss {begin:.3f} (step {first}) -> {end:.3f} (step {last})")
+        last, last_loss = losses[-1]
+        console.print(f"loss {begin:.3f} (step {first}) -> {last_loss:.3f} (step {last})")
     if validated := run.points("validation_loss"):
         console.print("validation loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
 
@@ -121,22 +123,22 @@ def show_stragglers(console: Console, records: Records) -> None:
 
     No output for one rank.
     """
-    found = slowest_ranks(records, SHOWN_RANKS)
-    if found is None:
+    stragglers = slowest_ranks(records, SHOWN_RANKS)
+    if stragglers is None:
         return
     table = Table(title="Fraction of steps in which a rank was the slowest", title_justify="left")
     table.add_column("rank")
-    for first, last in found.steps:
+    for first, last in stragglers.steps:
         table.add_column(f"steps {first} to {last}", justify="right")
-    for rank, shares in found.shares.items():
-        table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
-    table.add_row("its time above the median", *(f"{s:.0%}" for s in found.beyond_median))
+    for rank, fractions in stragglers.shares.items():
+        table.add_row(str(rank), *(f"{fraction:.0%}" for fraction in fractions))
+    table.add_row("its time above the median", *(f"{s:.0%}" for s in stragglers.beyond_median))
     console.print(table)
 
 
 def _show_files(console: Console, run_dir: Path) -> None:
     for name, meaning in LABELS.items():
         if (run_dir / name).exists():
-            whole = not name.startswith("hf") or (run_dir / name / "config.json").exists()
-            told = meaning if whole else IN_PARTS
-            console.print(f"{run_dir / name!s:<36} {told}", highlight=False)
+            is_complete = not name.startswith("hf") or (run_dir / name / "config.json").exists()
+            note = meaning if is_complete else SEPARATE_COMPONENTS_NOTE
+            console.print(f"{run_dir / name!s:<36} {note}", highlight=False)

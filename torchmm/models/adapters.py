@@ -29,21 +29,24 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
         ConfigError: A module does not exist or has no such layers, or two adapters share one.
     """
     # The recipe has a name for the layers of a module and one for the connector of an encoder.
-    places: dict[str, tuple[LayeredModule, list[str]]] = {}
+    modules_by_name: dict[str, tuple[LayeredModule, list[str]]] = {}
     for module in model.modality_modules():
         if module.kind != "generator":
-            places[module.name] = module, module.adaptable_linears()
+            modules_by_name[module.name] = module, module.adaptable_linears()
         if module.kind == "encoder":
-            places[f"{module.name}.connector"] = module, module.adaptable_linears(connector=True)
+            modules_by_name[f"{module.name}.connector"] = (
+                module,
+                module.adaptable_linears(connector=True),
+            )
     problems: list[str] = []
     for name, config in adapters.items():
-        if unknown := [n for n in config.modules if n not in places]:
+        if unknown := [n for n in config.modules if n not in modules_by_name]:
             problems.append(
                 f"[adapters.{name}] modules = {unknown}: modules without adapter support; use "
-                f"any of: {', '.join(places)}"
+                f"any of: {', '.join(modules_by_name)}"
             )
             continue
-        problems += _add_adapter({n: places[n] for n in config.modules}, name, config)
+        problems += _add_adapter({n: modules_by_name[n] for n in config.modules}, name, config)
     if problems:
         raise ConfigError(problems)
     adapted = {module for config in adapters.values() for module in config.modules}
@@ -53,38 +56,39 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
 
 
 def _add_adapter(
-    places: Mapping[str, tuple[LayeredModule, list[str]]], name: str, config: AdapterConfig
+    modules_by_name: Mapping[str, tuple[LayeredModule, list[str]]], name: str, config: AdapterConfig
 ) -> list[str]:
     """Add an adapter to its modules and return the problems.
 
     Args:
-        places: Maps module names of the recipe to modules and names of their linear layers.
+        modules_by_name: Maps module names of the recipe to modules and names of their linear
+            layers.
         name: Name of the adapter.
         config: Section of the recipe.
     """
     spec = LoraSpec(name, config.rank, config.alpha, config.method)
-    every = {linear for _, linears in places.values() for linear in linears}
+    all_linears = {linear for _, linears in modules_by_name.values() for linear in linears}
     problems = []
-    for target in config.targets if every else ():
-        if not any(_matches_target(linear, target) for linear in every):
-            ends = sorted({linear.rpartition(".")[2] for linear in every})
-            near = difflib.get_close_matches(target, ends, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+    for target in config.targets if all_linears else ():
+        if not any(_matches_target(linear, target) for linear in all_linears):
+            endings = sorted({linear.rpartition(".")[2] for linear in all_linears})
+            similar = difflib.get_close_matches(target, endings, 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
             problems.append(
                 f"[adapters.{name}] targets = {target!r}: the modules have no linear layer of "
-                f"this name{hint}; use any of: {', '.join(ends)}"
+                f"this name{hint}; use any of: {', '.join(endings)}"
             )
-    for place, (module, linears) in places.items():
+    for module_name, (module, linears) in modules_by_name.items():
         chosen = [n for n in linears if any(_matches_target(n, t) for t in config.targets)]
         shared = [n for n in chosen if n in module.adapters]
         if not chosen and not problems:
             problems.append(
-                f"[adapters.{name}] modules = {config.modules}: {place!r} contains none of "
+                f"[adapters.{name}] modules = {config.modules}: {module_name!r} contains none of "
                 "the targets; remove it from modules, or add targets of it"
             )
         if shared:
             problems.append(
-                f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {place!r} is "
+                f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {module_name!r} is "
                 f"already in [adapters.{module.adapters[shared[0]].adapter}]; remove it from "
                 "one of them"
             )

@@ -87,7 +87,7 @@ def build_model(
     """
     with torch.device("meta"):
         if config.is_composite:
-            model = build_checked("model", config, lambda given: _build_composite(given, dtype))
+            model = build_checked("model", config, lambda section: _build_composite(section, dtype))
         else:
             model = _build_pair(config, dtype)
     counts = model.parameter_counts()
@@ -111,8 +111,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
         raise ConfigError(_unsupported_message("model", hf_config, COMPOSITES))
-    taken = (_verify_components(config, hf_config),) if composite.supports_any_component else ()
-    parts = composite.get_components(hf_config, *taken)
+    verified = (_verify_components(config, hf_config),) if composite.supports_any_component else ()
+    parts = composite.get_components(hf_config, *verified)
     if _is_pair_export(config.source_with_revision):
         parts = parts.without_markers()
     problems: list[str] = []
@@ -166,10 +166,15 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if problems:
         raise ConfigError(problems)
     llm_files = replace(parts.llm_files, source=config.source_with_revision)
-    draws = generator is not None
+    feeds_generator = generator is not None
     with _collect_problems(problems):
         llm = LlmModule(
-            parts.llm_config, parts.llm_family, dtype, llm_files, draws, bool(config.chunked_loss)
+            parts.llm_config,
+            parts.llm_family,
+            dtype,
+            llm_files,
+            feeds_generator,
+            bool(config.chunked_loss),
         )
     if problems:
         raise ConfigError(problems)
@@ -201,8 +206,8 @@ def _verify_components(config: ModelConfig, hf_config: Any) -> VerifiedFamilies:
     """
     tower = hf_config.vision_config
     llm = hf_config.text_config
-    of_tower = None
-    of_llm = None
+    encoder_family = None
+    llm_family = None
     problems: list[str] = []
     # Names in the files are those of the multimodal model, so they cannot be verified.
     if tower.model_type not in ENCODER_FAMILIES:
@@ -213,13 +218,13 @@ def _verify_components(config: ModelConfig, hf_config: Any) -> VerifiedFamilies:
             }
         )
         with _collect_problems(problems):
-            of_tower = _verify_encoder("model.config.vision_config", section, tower)
+            encoder_family = _verify_encoder("model.config.vision_config", section, tower)
     if llm.model_type not in LLM_FAMILIES:
         with _collect_problems(problems):
-            of_llm = _verify_llm(llm, LLM_FILES)
+            llm_family = _verify_llm(llm, LLM_FILES)
     if problems:
         raise ConfigError(problems)
-    return VerifiedFamilies(of_tower, of_llm)
+    return VerifiedFamilies(encoder_family, llm_family)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
@@ -231,10 +236,12 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # problems at once, for which any hidden size works.
     hidden_size = 4
     with _collect_problems(problems):
-        draws = config.generator is not None
+        feeds_generator = config.generator is not None
         chunked = bool(config.chunked_loss)
         llm = build_checked(
-            "model.llm", config.llm, lambda given: _build_llm(given, dtype, draws, chunked)
+            "model.llm",
+            config.llm,
+            lambda llm_section: _build_llm(llm_section, dtype, feeds_generator, chunked),
         )
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
@@ -297,12 +304,12 @@ def _verify_llm(config: Any, files: WeightFiles) -> LlmFamily:
     except ConfigError as error:
         has = find_mechanisms(config)
         also = f"It has {', '.join(has)}. " if has else ""
-        near = most_similar_family(config, LLM_FAMILIES)
-        like = f"The most similar registered type is {near!r}; " if near else ""
+        similar = most_similar_family(config, LLM_FAMILIES)
+        hint = f"The most similar registered type is {similar!r}; " if similar else ""
         raise ConfigError(
             f"[model.llm] model_type {config.model_type!r} is not registered, and a small "
             "copy of it does not match the usual structure of causal LMs: "
-            f"{'; '.join(error.problems)}. {also}{like}registered model types: "
+            f"{'; '.join(error.problems)}. {also}{hint}registered model types: "
             f"{', '.join(LLM_FAMILIES)}"
         ) from error
 
@@ -315,8 +322,8 @@ def _build_generator(
     entry = require_entry("generators", "module", "generation", "model.generator")
     build = entry.load()
 
-    def describe_built(given: GeneratorConfig) -> GeneratorModule:
-        generator = build(given, hidden_size, dtype)
+    def describe_built(checked_section: GeneratorConfig) -> GeneratorModule:
+        generator = build(checked_section, hidden_size, dtype)
         generator.describe()
         return generator
 
@@ -482,13 +489,15 @@ def _load_processor(
         settings = {}
         tiles = None
         if source is not None:
-            place, revision = split_revision(source)
+            repo_or_path, revision = split_revision(source)
             with suppress(OSError):  # weights without an extractor use the defaults of the class
                 settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(
-                    place, revision=revision
+                    repo_or_path, revision=revision
                 )
-        kept = {setting: settings[setting] for setting in _EXTRACTOR_KEYS if setting in settings}
-        settings = {**kept, **override, **family.processor(config)}
+        known_settings = {
+            setting: settings[setting] for setting in _EXTRACTOR_KEYS if setting in settings
+        }
+        settings = {**known_settings, **override, **family.processor(config)}
     if problems := value_problems(f"[{key}] processor", settings):
         raise ConfigError(problems)
     return name, settings, tiles
@@ -507,10 +516,10 @@ def _image_processor(
     tiling = composite or family.tiling
     tiles = None
     if tiling is not None:
-        whole = composite is not None
-        tiles = tiling.spec(key, side(config.image_size), fixed, settings, override, whole)
-    of_tiles = family.tiling is not None or (tiling is not None and tiling.switch is None)
-    if of_tiles:
+        is_multimodal = composite is not None
+        tiles = tiling.spec(key, side(config.image_size), fixed, settings, override, is_multimodal)
+    is_tiled = family.tiling is not None or (tiling is not None and tiling.switch is None)
+    if is_tiled:
         settings.pop("size", None)  # size of the image before it is split into tiles
         override = {n: v for n, v in override.items() if tiles is None or n != "size"}
     settings = {**fixed, **settings, **override}
@@ -526,10 +535,10 @@ def _image_processor(
     )
     if tiling is not None and tiling.switch is not None:
         settings.pop(tiling.switch, None)
-    if of_tiles:
+    if is_tiled:
         name = family.processor_class
-        kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
-        settings = {key: value for key, value in settings.items() if key in kept}
+        kept_keys = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
+        settings = {key: value for key, value in settings.items() if key in kept_keys}
         if tiles is None and family.tiling is not None:
             settings |= family.tiling.untiled_settings
     settings.pop("processor_class", None)
@@ -554,14 +563,18 @@ def _unsupported_message(key: str, config: Any, supported: Collection[str]) -> s
         if key == "model" and part is not None:
             listed = "supported" if part.model_type in known[section] else "not registered"
             parts.append(f"its {name} is {part.model_type!r} ({listed})")
-    near = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
-    like = most_similar_family(config, supported)
+    close_names = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
+    similar = most_similar_family(config, supported)
     has = find_mechanisms(config)
     return (
         f"[{key}] model_type {model_type!r} is not supported"
         + (f"; it has {', '.join(has)}" if has else "")
-        + (f"; the most similar registered type is {like!r}" if like else "")
-        + (f"; the closest name is {near[0]!r}" if near and near[0] != like else "")
+        + (f"; the most similar registered type is {similar!r}" if similar else "")
+        + (
+            f"; the closest name is {close_names[0]!r}"
+            if close_names and close_names[0] != similar
+            else ""
+        )
         + (
             f"; {', '.join(parts)}: supported components can be combined with a new "
             "connector, as [model.llm] and [model.encoders.NAME]"

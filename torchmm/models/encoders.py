@@ -133,8 +133,8 @@ class EncoderModule(LayeredModule):
         elif spec.connector == "scaled_linear":
             standardized = spec.config.standardize
             connector = ScaledLinearConnector(folded, hidden, spec.connector_eps, standardized)
-            for taken_over in ("pooler", "std_bias", "std_scale"):
-                setattr(self.tower, taken_over, None)
+            for moved_name in ("pooler", "std_bias", "std_scale"):
+                setattr(self.tower, moved_name, None)
         elif spec.connector == "pool":
             connector = PoolConnector(
                 folded, spec.pixel_shuffle_factor**2, hidden, spec.connector_eps
@@ -153,8 +153,8 @@ class EncoderModule(LayeredModule):
     def _remove_unused(self) -> None:
         """Remove modules that do not affect outputs, so that they are not sharded or optimized."""
         before = set(self.state_dict())
-        every = self._layer_list()
-        del every[len(every) + 1 + self.spec.feature_layer :]
+        all_layers = self._layer_list()
+        del all_layers[len(all_layers) + 1 + self.spec.feature_layer :]
         norm = () if self.spec.final_norm else (self.family.final_norm,)
         for fqn in (*self.family.unused, *norm):
             owner, _, leaf = fqn.rpartition(".")
@@ -175,7 +175,7 @@ class EncoderModule(LayeredModule):
             patch_embed_as_matmul(tower.get_submodule(self.family.patch_embedding))
         return tower
 
-    def bare(self) -> EncoderModule:
+    def build_without_adapters(self) -> EncoderModule:
         return EncoderModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:
@@ -319,7 +319,7 @@ class EncoderModule(LayeredModule):
 
     def image_spec(self) -> ImageSpec:
         """Return the preparation settings of images or audio for this encoder."""
-        kept = self.family.has_class_token and not self.spec.drop_class_token
+        keeps_class_token = self.family.has_class_token and not self.spec.drop_class_token
         return ImageSpec(
             encoder=self.name,
             inputs=self.family.inputs,
@@ -327,8 +327,8 @@ class EncoderModule(LayeredModule):
             processor=self.spec.processor,
             patch_size_px=self.family.patch_size(self.spec.config),
             merge=self.merge,
-            drop_class_token=not kept,
-            extra_tokens=int(kept),
+            drop_class_token=not keeps_class_token,
+            extra_tokens=int(keeps_class_token),
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
             pooled=self.family.pooled,
@@ -341,8 +341,8 @@ class EncoderModule(LayeredModule):
     def dummy_image(self) -> ImageMeta:
         """Return the number of patches and tokens of the image in `dummy_inputs`."""
         patches = prod(self._smallest_input()[1])
-        kept = self.family.has_class_token and not self.spec.drop_class_token
-        return ImageMeta(0, 0, patches, patches // self.patches_per_token + kept)
+        keeps_class_token = self.family.has_class_token and not self.spec.drop_class_token
+        return ImageMeta(0, 0, patches, patches // self.patches_per_token + keeps_class_token)
 
     def _smallest_input(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Return the pixel shape and the grid of the smallest valid image."""

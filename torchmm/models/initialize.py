@@ -51,14 +51,14 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     layers: list[tuple[Callable[[], None], int]] = []
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
-            whole = module.bare()
+            full_module = module.build_without_adapters()
         # A tied copy has the seed of the original, which is in a different stage.
         copies = module.tied_replicas()
         targets: dict[str, list[Tensor]] = defaultdict(list)
         for name, tensor in named_tensors(module):
             if f"{prefix}.{name}" not in skip:
                 targets[copies.get(name, name)].append(tensor)
-        for unit_fqn, unit in named_units(whole, module.layers_fqn):
+        for unit_fqn, unit in named_units(full_module, module.layers_fqn):
             sizes = {f"{unit_fqn}.{name}": t.nbytes for name, t in named_tensors(unit)}
             if targets.keys() & sizes.keys():
                 key = f"{seed} {prefix}.{unit_fqn}"
@@ -123,7 +123,9 @@ def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collec
     squares = local_tensor(weight).float().square().sum(1)
     if isinstance(weight, DTensor):
         # Sum over mesh dimensions that shard columns. The other dimensions have different rows.
-        sums = [Partial() if each.is_shard(1) else Replicate() for each in weight.placements]
+        sums = [
+            Partial() if placement.is_shard(1) else Replicate() for placement in weight.placements
+        ]
         of_mesh = DTensor.from_local(squares, weight.device_mesh, sums, run_check=False)
         squares = of_mesh.redistribute(placements=[Replicate()] * len(sums)).to_local()
     local_tensor(lora.magnitude).copy_(squares.sqrt())

@@ -75,7 +75,7 @@ def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
     if [start for start, _ in layers] != stops[:-1] or stops != sorted(stops):
         raise ValueError(f"stages with layers {list(layers)} are not consecutive from 0")
     last = len(layers) - 1
-    return [StageRange(*ends, i == 0, i == last) for i, ends in enumerate(layers)]
+    return [StageRange(*bounds, i == 0, i == last) for i, bounds in enumerate(layers)]
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class WeightFiles:
 
     def hf_name(self, name: str) -> str | None:
         """Return the name of a parameter in the Hugging Face class, or None if it has none."""
-        for ours, theirs in self.hf_prefixes:
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
+        for module_prefix, hf_prefix in self.hf_prefixes:
+            if name.startswith(module_prefix):
+                return hf_prefix + name.removeprefix(module_prefix)
         return None
 
 
@@ -189,7 +189,7 @@ class LayeredModule(nn.Module, ABC):
         """The wrapped Hugging Face model, whose `_init_weights` applies to the full module."""
 
     @abstractmethod
-    def bare(self) -> LayeredModule:
+    def build_without_adapters(self) -> LayeredModule:
         """Build the full module again, without adapters, on the current default device."""
 
     @abstractmethod
@@ -208,9 +208,9 @@ class LayeredModule(nn.Module, ABC):
 
     def rebuild(self) -> LayeredModule:
         """Build the full module again, with adapters, on the current default device."""
-        whole = self.bare()
-        whole.add_adapters(self.adapters)
-        return whole
+        full_module = self.build_without_adapters()
+        full_module.add_adapters(self.adapters)
+        return full_module
 
     def add_adapters(self, adapters: Mapping[str, LoraSpec]) -> None:
         """Add low-rank matrices to linear layers of the full module.
@@ -249,8 +249,10 @@ class LayeredModule(nn.Module, ABC):
 
     def indexed_layers(self) -> list[tuple[int, nn.Module]]:
         """Return the layers of this stage with their indices in the full module."""
-        every = self._layer_list()
-        return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, SkippedLayer)]
+        all_layers = self._layer_list()
+        return [
+            (i, layer) for i, layer in enumerate(all_layers) if not isinstance(layer, SkippedLayer)
+        ]
 
     def add_after_layer(
         self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor
@@ -281,19 +283,19 @@ class LayeredModule(nn.Module, ABC):
             ValueError: A range does not fit this module, or two stages share a layer.
         """
         self._keeps_slices = self.keeps_slices  # computed now: a stage may lack the norms
-        every = self._layer_list()
-        kept: set[int] = set()
+        all_layers = self._layer_list()
+        retained: set[int] = set()
         for stage in stages:
             indices = set(range(stage.start, stage.stop))
-            if not 0 <= stage.start <= stage.stop <= len(every) or kept & indices:
+            if not 0 <= stage.start <= stage.stop <= len(all_layers) or retained & indices:
                 raise ValueError(
                     f"{self.name}: layers [{stage.start}, {stage.stop}) are out of range (it "
-                    f"has {len(every)}), or belong to another stage"
+                    f"has {len(all_layers)}), or belong to another stage"
                 )
-            kept |= indices
-        for index in range(len(every)):
-            if index not in kept:
-                every[index] = SkippedLayer()
+            retained |= indices
+        for index in range(len(all_layers)):
+            if index not in retained:
+                all_layers[index] = SkippedLayer()
         self.is_first = any(stage.has_pre for stage in stages)
         self.is_last = any(stage.has_post for stage in stages)
         for fqn in () if self.is_first else self._pre_fqns():
@@ -436,14 +438,14 @@ class LayeredModule(nn.Module, ABC):
         Such a submodule is an attention, an MLP, experts, or a single column-wise linear layer that
         is a direct child of a layer or follows a norm.
         """
-        alone = (f"{self.layers_fqn}.*", *self._norm_patterns())
+        direct_parents = (f"{self.layers_fqn}.*", *self._norm_patterns())
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
             # A wrapper may contain a single linear layer. Its parent calls the wrapper by name.
             parent = pattern.removesuffix(".linear").rpartition(".")[0]
-            if style == "experts" or (parent in alone and style == "colwise"):
+            if style == "experts" or (parent in direct_parents and style == "colwise"):
                 patterns[pattern] = None
-            elif parent not in alone and style in ("colwise", "rowwise"):
+            elif parent not in direct_parents and style in ("colwise", "rowwise"):
                 patterns[parent] = None
         return [pattern for pattern in patterns if self.matching_submodules(pattern)]
 
@@ -494,8 +496,8 @@ def _describe_adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tup
         layer: Transformer layer.
         styles: Maps linear layers to styles of `LayeredModule.tensor_parallel_plan`.
     """
-    every = (_describe_adapter(linear, styles) for _, linear, _ in adapted_linears(layer))
-    return tuple(sizes for sizes in every if sizes is not None)
+    descriptions = (_describe_adapter(linear, styles) for _, linear, _ in adapted_linears(layer))
+    return tuple(sizes for sizes in descriptions if sizes is not None)
 
 
 def _describe_adapter(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:

@@ -120,19 +120,21 @@ class LlmModule(LayeredModule):
         self._tie = {head: table}
         # Read now from all layers: `reduce_to_stages` replaces layers of other stages, and layers
         # may differ in type.
-        every = self._layer_list()
-        _check_submodules(every, family, self.text_config.model_type)
-        self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in every.modules())
-        self._has_qk_norm = any(name.endswith(_QUERY_NORMS) for name, _ in every.named_modules())
-        self.balance = balance_routers(every, self.text_config)
-        self.expert_loads = ExpertLoads(every)
-        self._experts = [has_experts(layer) for layer in every]
+        all_layers = self._layer_list()
+        _check_submodules(all_layers, family, self.text_config.model_type)
+        self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in all_layers.modules())
+        self._has_qk_norm = any(
+            name.endswith(_QUERY_NORMS) for name, _ in all_layers.named_modules()
+        )
+        self.balance = balance_routers(all_layers, self.text_config)
+        self.expert_loads = ExpertLoads(all_layers)
+        self._experts = [has_experts(layer) for layer in all_layers]
         self._windows = [
-            _sliding_window(i, layer, self.text_config) for i, layer in enumerate(every)
+            _sliding_window(i, layer, self.text_config) for i, layer in enumerate(all_layers)
         ]
         self._sizes = [
             layer_matmul_sizes(layer, layer_config(self.text_config, i), family)
-            for i, layer in enumerate(every)
+            for i, layer in enumerate(all_layers)
         ]
 
     @property
@@ -166,11 +168,11 @@ class LlmModule(LayeredModule):
         Without chunks, all logits are all-gathered and cast to float32, which is slower and uses
         more memory. The call has no effect if the head is not a linear layer without a bias.
         """
-        words = self.text_config.vocab_size
-        if words >= MIN_CHUNKED_VOCABULARY and self._has_plain_head:
-            self.sharded_loss_rows = chunk_rows(words)
+        vocab_size = self.text_config.vocab_size
+        if vocab_size >= MIN_CHUNKED_VOCABULARY and self._has_plain_head:
+            self.sharded_loss_rows = chunk_rows(vocab_size)
 
-    def bare(self) -> LlmModule:
+    def build_without_adapters(self) -> LlmModule:
         module = LlmModule(
             self.config,
             self.family,
@@ -190,8 +192,8 @@ class LlmModule(LayeredModule):
 
     def reduce_to_stages(self, stages: Sequence[StageRange]) -> None:
         super().reduce_to_stages(stages)
-        whole = any(stage.has_pre and stage.has_post for stage in stages)
-        if self._tied and self.is_first and self.is_last and not whole:
+        has_full_stage = any(stage.has_pre and stage.has_post for stage in stages)
+        if self._tied and self.is_first and self.is_last and not has_full_stage:
             raise ValueError(
                 f"{self.name}: embedding and head are tied, but belong to two stages of the "
                 "same rank; put the first and the last stage on different ranks, or merge "

@@ -185,9 +185,9 @@ class MultimodalModel(nn.Module):
         counts: dict[str, tuple[int, int]] = {}
         for name, parameter in self.named_parameters():
             module = module_of(name)
-            every, trainable = counts.get(module, (0, 0))
+            total, trainable = counts.get(module, (0, 0))
             size = parameter.numel()
-            counts[module] = (every + size, trainable + size * parameter.requires_grad)
+            counts[module] = (total + size, trainable + size * parameter.requires_grad)
         return counts
 
     def sample_specs(self, tokenizer: PreTrainedTokenizerBase) -> SampleSpecs:
@@ -282,16 +282,16 @@ class MultimodalModel(nn.Module):
 
 
 def _all_markers(text: TextConventions) -> tuple[int | str | Token, ...]:
-    ends = () if text.row_end is None else (text.row_end,)
-    return *text.prefix, *text.suffix, *ends, *text.sound_prefix, *text.sound_suffix
+    row_ends = () if text.row_end is None else (text.row_end,)
+    return *text.prefix, *text.suffix, *row_ends, *text.sound_prefix, *text.sound_suffix
 
 
 def _resolve_markers(
     written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]
 ) -> Marks:
     return tuple(
-        vocabulary.get(mark.text, mark.text) if isinstance(mark, Token) else mark
-        for mark in written
+        vocabulary.get(marker.text, marker.text) if isinstance(marker, Token) else marker
+        for marker in written
     )
 
 
@@ -300,11 +300,11 @@ def module_of(fqn: str) -> str:
 
     NAME is the name of an encoder, or "generator".
     """
-    first, _, rest = fqn.partition(".")
+    first, _, remaining = fqn.partition(".")
     if first == "llm":
         return "llm"
     assert first in ("encoders", "generator"), fqn
-    name, part, *_ = (fqn if first == "generator" else rest).split(".")
+    name, part, *_ = (fqn if first == "generator" else remaining).split(".")
     return f"{name}.connector" if part == "connector" else name
 
 

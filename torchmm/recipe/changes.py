@@ -136,12 +136,12 @@ def with_current_names(tables: Mapping[str, Any], above: str = "") -> dict[str, 
         tables: Nested tables, which are not changed. Keys may be dotted.
         above: Dotted key of `tables`, with a dot at its end.
     """
-    found: dict[str, Any] = {}
+    current: dict[str, Any] = {}
     for name, value in tables.items():
         key = f"{above}{name}"
         now = renamed_key(key)
-        found[name if now is None else now.removeprefix(above)] = _current(value, now or key)
-    return found
+        current[name if now is None else now.removeprefix(above)] = _current(value, now or key)
+    return current
 
 
 def _current(value: Any, key: str) -> Any:
@@ -185,8 +185,8 @@ def with_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 class _Renamed(argparse.Action):
     """Error that names the option to use."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
-        parser.error(f"{others[-1]} was renamed to {self.const}")
+    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> None:
+        parser.error(f"{unused[-1]} was renamed to {self.const}")
 
 
 def reject_renamed_options(parser: argparse.ArgumentParser, command: str) -> None:

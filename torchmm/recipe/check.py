@@ -217,8 +217,10 @@ def _check_data(recipe: Recipe) -> Problems:
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
     yield from _check_data_extensions(recipe)
-    if data.video.min_frames > (most := data.video.max_frames):
-        text = f"is above data.video.max_frames = {most}; lower min_frames or raise max_frames"
+    if data.video.min_frames > (max_frames := data.video.max_frames):
+        text = (
+            f"is above data.video.max_frames = {max_frames}; lower min_frames or raise max_frames"
+        )
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
 
@@ -365,12 +367,12 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
         names: Names of all sources.
         before: Last step of the preceding phase, or None if this is the last phase.
     """
-    end = stage.until_step
-    if before is None and end is not None:
+    until = stage.until_step
+    if before is None and until is not None:
         text = "the last stage must not set until_step; remove the key, or add another stage"
-        yield Problem(f"{key}.until_step", end, text)
-    elif before is not None and (end is None or end <= before):
-        value = NO_VALUE if end is None else end
+        yield Problem(f"{key}.until_step", until, text)
+    elif before is not None and (until is None or until <= before):
+        value = NO_VALUE if until is None else until
         text = f"must be above {before}; every stage except the last requires until_step"
         yield Problem(f"{key}.until_step", value, text)
     for name, weight in stage.weights.items():
@@ -386,8 +388,8 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
 
 def _check_address(key: str, address: str) -> Problems:
     if (secret := find_credential(address)) is not None:
-        scheme, _, rest = address.partition("://")
-        shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
+        scheme, _, remaining = address.partition("://")
+        shown = f"{scheme}://...{remaining.rpartition('@')[2].partition('?')[0]}"
         text = (
             f"contains a credential ({secret}), and URLs are written to logs and files; "
             "remove it and set the credential in the environment (docs/reference/data.md)"
@@ -400,8 +402,8 @@ def _check_path(key: str, source: SourceConfig) -> Problems:
         yield from _check_address(key, source.path)
         return
     path = str(Path(source.path).expanduser())
-    found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
-    if source.format != "hub" and not found:
+    exists = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
+    if source.format != "hub" and not exists:
         text = "no such file or directory; run torchmm prepare-data SET or correct the path"
         if source.format == "auto" and not is_path(source.path):
             text += ' (set format = "hub" for a Hugging Face data set)'
@@ -414,13 +416,13 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     modules = recipe.model.modality_modules
     keys = tuple(f"parallel.{name}" for name in MeshSizes._fields)
     layout = None
-    apart = parallel.placement == "disaggregated"
+    is_disaggregated = parallel.placement == "disaggregated"
     yield from check_units(parallel, modules)
     if parallel.needs_orchestration:
         yield from check_planned_units(modules, world_size)
     elif world_size is not None:
         try:
-            if apart:
+            if is_disaggregated:
                 layout = resolve_units(parallel, modules, world_size)[LLM]
             else:
                 layout = resolve_sizes(parallel, world_size)
@@ -440,12 +442,14 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
     if size % chunk:
-        ranks = "LLM data-parallel ranks" if apart else "data-parallel ranks"
+        ranks = "LLM data-parallel ranks" if is_disaggregated else "data-parallel ranks"
         ranks = f"{ranks} / parallel.llm.context" if context > 1 else ranks
-        near = " or ".join(str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n)
+        nearest_sizes = " or ".join(
+            str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n
+        )
         text = (
             f"must be a multiple of {ranks} x microbatch_size = {data_parallel} x "
-            f"{training.microbatch_size} = {chunk}; use {near}"
+            f"{training.microbatch_size} = {chunk}; use {nearest_sizes}"
         )
         depends_on = ("training.microbatch_size", "parallel.llm.context", *keys)
         yield Problem("training.global_batch_size", size, text, depends_on)

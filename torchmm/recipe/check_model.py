@@ -70,9 +70,9 @@ def _check_source(key: str, part: Any) -> Problems:
 def check_revision(key: str, revision: str | None, of: str, source: str | None) -> Problems:
     """Yield a problem if a revision is set for a source that is not on the hub."""
     if revision is not None and (source is None or Path(source).expanduser().exists()):
-        found = "an inline config" if source is None else "a local directory"
+        kind = "an inline config" if source is None else "a local directory"
         yield Problem(
-            key, revision, (f"cannot be applied to {found}; use a Hub id, or remove the key"), (of,)
+            key, revision, (f"cannot be applied to {kind}; use a Hub id, or remove the key"), (of,)
         )
 
 

@@ -218,8 +218,8 @@ def _check_context(recipe: Recipe) -> Problems:
 
 def _pipeline(parallel: ParallelConfig, module: str) -> int:
     """Return the number of pipeline ranks of a module."""
-    apart = parallel.placement == "disaggregated"
-    return unit_sizes(parallel, module)["pipeline"] if apart else parallel.pipeline
+    is_disaggregated = parallel.placement == "disaggregated"
+    return unit_sizes(parallel, module)["pipeline"] if is_disaggregated else parallel.pipeline
 
 
 def _check_layers(recipe: Recipe) -> Problems:
@@ -259,16 +259,16 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
     if model.is_composite:
         config = model.config or {}
         parts = composite_parts(config)
-        found = {
+        layer_counts = {
             name: _layers(parts[name][1]) if name in parts else None
             for name in (*model.encoder_names, LLM)
         }
         layer = config.get("vision_feature_layer")
-        layers = found.get(VISION)
+        layers = layer_counts.get(VISION)
         if config.get("model_type") == "llava":
             reaches = isinstance(layer, int) and layer < 0 and layers is not None
-            found[VISION] = layers + 1 + layer if reaches else None  # type: ignore[operator]
-        return found | _generator_layers(recipe)
+            layer_counts[VISION] = layers + 1 + layer if reaches else None  # type: ignore[operator]
+        return layer_counts | _generator_layers(recipe)
     counts: dict[str, int | None] = {}
     for name, encoder in model.encoders.items():
         layers = _layers(encoder.config)
@@ -293,8 +293,8 @@ def _layers(config: Any) -> int | None:
     if not isinstance(config, dict):
         return None
     keys = ("num_hidden_layers", "depth", "encoder_layers")
-    found = next((config[key] for key in keys if key in config), None)
-    return found if isinstance(found, int) else None
+    layers = next((config[key] for key in keys if key in config), None)
+    return layers if isinstance(layers, int) else None
 
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
@@ -330,7 +330,11 @@ def check_tensor(recipe: Recipe) -> Problems:
 
 def tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
     """Return the key of the tensor-parallel size of a module, and the size."""
-    own = parallel.explicit_sizes(module) if parallel.placement == "colocated" else {}
-    apart = parallel.placement == "disaggregated" and module != LLM
-    key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
-    return key, {**unit_sizes(parallel, module if apart else LLM), **own}["tensor"]
+    explicit = parallel.explicit_sizes(module) if parallel.placement == "colocated" else {}
+    is_disaggregated = parallel.placement == "disaggregated" and module != LLM
+    key = (
+        f"parallel.{module}.tensor"
+        if is_disaggregated or "tensor" in explicit
+        else "parallel.tensor"
+    )
+    return key, {**unit_sizes(parallel, module if is_disaggregated else LLM), **explicit}["tensor"]

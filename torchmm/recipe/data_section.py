@@ -206,12 +206,12 @@ def local_path(path: str) -> Path:
     """
     match = _ADDRESS.match(path)
     if match is not None:
-        host, _, rest = path[match.end() :].partition("/")
+        host, _, remaining = path[match.end() :].partition("/")
         if match[1].lower() != "file" or host not in ("", "localhost"):
             raise ValueError(
                 "is a file on another host; use a path, or file:///PATH with three slashes"
             )
-        return Path("/" + unquote(rest))
+        return Path("/" + unquote(remaining))
     if scheme := _SCHEME.match(path):
         raise ValueError(f"starts with {scheme[0]!r}; use {scheme[0]}//... or a path")
     try:

@@ -105,19 +105,21 @@ def without_removed_keys(
         only_defaults: Whether to retain removed keys whose values differ from the former default.
         above: Dotted key of `table`, with a dot at its end.
     """
-    found: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{above}{name}"
         is_default = key in FORMER_DEFAULTS and value == FORMER_DEFAULTS[key]
         if key in REMOVED_KEYS and (is_default or not only_defaults):
             continue
         if isinstance(value, Mapping):
-            found[name] = without_removed_keys(value, only_defaults=only_defaults, above=f"{key}.")
+            remaining[name] = without_removed_keys(
+                value, only_defaults=only_defaults, above=f"{key}."
+            )
         else:
-            found[name] = value
+            remaining[name] = value
     if above == "parallel." and table.get("bubble_pieces") is False and not only_defaults:
-        found["tp_comm_fraction"] = 0.0  # layers that do not run in pieces may be compiled
-    return found
+        remaining["tp_comm_fraction"] = 0.0  # layers that do not run in pieces may be compiled
+    return remaining
 
 
 def upgrade_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def explain_error(item: Any) -> Problem:
         return Problem(key, value, _choice_fix(loc, value))
     if kind in _MUST_BE or kind == "list_type":
         lists = kind == "list_type"
-        wanted = _example_of_list(key, type_at(loc), value) if lists else _MUST_BE[kind]
-        return Problem(key, value, f"must be {wanted}{_type_fix(value, kind)}")
+        expectation = _example_of_list(key, type_at(loc), value) if lists else _MUST_BE[kind]
+        return Problem(key, value, f"must be {expectation}{_type_fix(value, kind)}")
     for limit, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         if limit in context:
             return Problem(key, value, f"must be {sign} {context[limit]}")

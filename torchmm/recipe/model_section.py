@@ -25,11 +25,11 @@ def source_with_revision(source: str | None, revision: str | None) -> str | None
     return source if source is None or revision is None else f"{source}@{revision}"
 
 
-def split_revision(place: str) -> tuple[str, str | None]:
+def split_revision(source: str) -> tuple[str, str | None]:
     """Return the directory or hub id, and the revision, of a result of `source_with_revision`."""
-    if "@" not in place or Path(place).exists():
-        return place, None
-    name, _, revision = place.rpartition("@")
+    if "@" not in source or Path(source).exists():
+        return source, None
+    name, _, revision = source.rpartition("@")
     return name, revision
 
 
@@ -45,12 +45,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # reading a named pipe would block
         raise ValueError(f"{path} is not a regular file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not valid JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} has a JSON {type(found).__name__} instead of an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has a JSON {type(content).__name__} instead of an object")
+    return content
 
 
 def json_problems(directory: Path, names: Iterable[str]) -> list[str]:
@@ -230,16 +230,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_parts(cls, given: Any) -> Any:
+    def _of_parts(cls, values: Any) -> Any:
         """Replace the directory of an export with separate components by these components."""
-        source = given.get("source") if isinstance(given, dict) else None
-        if not isinstance(source, str) or {"llm", "encoders"} & given.keys():
-            return given
+        source = values.get("source") if isinstance(values, dict) else None
+        if not isinstance(source, str) or {"llm", "encoders"} & values.keys():
+            return values
         parts = _json_file(source, PARTS_FILE)
         if not parts:
-            return given
+            return values
         parts = with_current_names(parts, "model.")
-        return {**_below(Path(source), parts), **{k: v for k, v in given.items() if k != "source"}}
+        return {**_below(Path(source), parts), **{k: v for k, v in values.items() if k != "source"}}
 
     @property
     def source_with_revision(self) -> str | None:
@@ -260,8 +260,8 @@ class ModelConfig(Section):
         with suppress(ValueError):  # `load_config` reports a damaged file
             file = _json_file(self.source, "config.json")
         parts = composite_parts({**file, **(self.config or {})})
-        found = [name for name in (VISION, AUDIO) if name in parts]
-        return list(self.modalities or found or [VISION])
+        names = [name for name in (VISION, AUDIO) if name in parts]
+        return list(self.modalities or names or [VISION])
 
     @property
     def modality_modules(self) -> list[str]:

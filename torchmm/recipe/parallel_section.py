@@ -206,8 +206,8 @@ class ParallelConfig(Section):
 
     def segments(self, name: str) -> int:
         """Return the number of stages of a module per pipeline rank, with separated modules."""
-        given = self.modules.get(name, ModuleParallelConfig()).segments
-        return given or (self.virtual_stages if name == "llm" else 1)
+        configured = self.modules.get(name, ModuleParallelConfig()).segments
+        return configured or (self.virtual_stages if name == "llm" else 1)
 
     def slices(self, name: str) -> int | None:
         """Return the number of stages of a colocated encoder per pipeline rank.
@@ -218,5 +218,5 @@ class ParallelConfig(Section):
 
     def sub_microbatch_images(self, name: str) -> int | None:
         """Return the maximum number of images in an encoder batch, or None without a limit."""
-        given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
-        return given or (4 if self.has_module_segments else None)
+        configured = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
+        return configured or (4 if self.has_module_segments else None)

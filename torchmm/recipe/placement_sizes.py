@@ -41,21 +41,21 @@ def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> M
     Raises:
         ConfigError: The degrees do not divide those of the LLM, or do not match its ranks.
     """
-    found = _degree_mismatches(parallel, name, llm.pipeline, llm.tensor)
-    if problems := [f"{p.key} = {p.value}: {p.text}" for p in found]:
+    mismatches = _degree_mismatches(parallel, name, llm.pipeline, llm.tensor)
+    if problems := [f"{p.key} = {p.value}: {p.text}" for p in mismatches]:
         raise ConfigError(problems)
-    given = parallel.explicit_sizes(name)
-    pipeline, tensor = given.get("pipeline", 1), given.get("tensor", llm.tensor)
+    explicit = parallel.explicit_sizes(name)
+    pipeline, tensor = explicit.get("pipeline", 1), explicit.get("tensor", llm.tensor)
     ranks = prod(llm)
-    left = ranks // (pipeline * tensor)
-    replicate, shard = given.get("replicate", -1), given.get("shard", -1)
+    remaining = ranks // (pipeline * tensor)
+    replicate, shard = explicit.get("replicate", -1), explicit.get("shard", -1)
     if replicate == shard == -1:
         replicate = llm.replicate
     if shard == -1:
-        shard = left // max(1, replicate)
+        shard = remaining // max(1, replicate)
     elif replicate == -1:
-        replicate = left // max(1, shard)
-    if replicate * shard != left:
+        replicate = remaining // max(1, shard)
+    if replicate * shard != remaining:
         raise ConfigError(
             f"parallel.{name}: pipeline {pipeline} x replicate {replicate} x shard {shard} x "
             f"tensor {tensor} is not equal to the {ranks} ranks of the LLM; remove replicate "
@@ -104,8 +104,8 @@ def check_colocated(
                 encoder_mesh_sizes(parallel, name, llm)
             except ConfigError as error:
                 text = error.problems[0].partition(": ")[2]
-                given = tuple(f"parallel.{name}.{size}" for size in AXES)
-                yield Problem(f"parallel.{name}", NO_VALUE, text, given)
+                explicit_keys = tuple(f"parallel.{name}.{size}" for size in AXES)
+                yield Problem(f"parallel.{name}", NO_VALUE, text, explicit_keys)
 
 
 def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]) -> Problems:
@@ -225,8 +225,8 @@ def format_sizes(layout: MeshSizes) -> str:
 
 
 def _shown(sizes: Mapping[str, int]) -> str:
-    every = [f"{key} {size}" for key, size in sizes.items() if size != 1]
-    return f"({' x '.join(every)})" if every else "(1 rank)"
+    texts = [f"{key} {size}" for key, size in sizes.items() if size != 1]
+    return f"({' x '.join(texts)})" if texts else "(1 rank)"
 
 
 def _key(parallel: ParallelConfig, name: str, size: str) -> str:

@@ -87,26 +87,26 @@ def load_recipe(
     problems: list[str] = []
     for file, content in _read_chain(find_recipe(Path(path)), problems):
         _merge_layer(table, content, str(file), origins, problems)
-    given: Table = {}
+    set_values: Table = {}
     for key_path, value in _parse_overrides(overrides, problems):
         nested = value
         for key in reversed(key_path):
             nested = {key: nested}
-        _merge(given, nested, COMMAND_LINE, {})
-    _merge_layer(table, given, COMMAND_LINE, origins, problems)
+        _merge(set_values, nested, COMMAND_LINE, {})
+    _merge_layer(table, set_values, COMMAND_LINE, origins, problems)
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
     table = without_removed_keys(table, only_defaults=True)
-    beyond = _unusable_values(table)
+    unusable = _unusable_values(table)
     recipe, schema_problems = _validate(table)
-    found = [*beyond, *schema_problems]
+    all_problems = [*unusable, *schema_problems]
     if world_size is not None:
-        suspects = {without_indices(k) for p in found for k in (p.key, *p.depends_on)}
+        suspects = {without_indices(k) for p in all_problems for k in (p.key, *p.depends_on)}
         checked = find_problems(recipe, world_size)
-        found += [p for p in checked if not any(p.touches(key) for key in suspects)]
-    if found:
-        raise ConfigError([f"{_origin(p.key, origins, str(path))}: {p}" for p in found])
+        all_problems += [p for p in checked if not any(p.touches(key) for key in suspects)]
+    if all_problems:
+        raise ConfigError([f"{_origin(p.key, origins, str(path))}: {p}" for p in all_problems])
     return LoadedRecipe(recipe, origins)
 
 
@@ -140,14 +140,14 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def dotted_values(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return the values of nested tables by dotted key."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tables.items():
         name = f"{above}{key}"
         if isinstance(value, Mapping):
-            found |= dotted_values(value, f"{name}.")
+            values |= dotted_values(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def recipes_directory() -> Path:
@@ -193,14 +193,14 @@ def list_recipes(folder: Path) -> list[tuple[Path, str]]:
     The description is the comment at the start of a file. Files without a description (user
     recipes) and files without a name (bases of other recipes) are omitted.
     """
-    found = []
+    recipes = []
     for file in sorted(folder.rglob("*.toml"), key=lambda file: (len(file.parts), file)):
         text = file.read_text()
         lines = takewhile(lambda line: line.startswith("# "), text.splitlines())
         description = " ".join(line[2:].strip() for line in lines)
         if description and re.search(r'^name = "', text, re.MULTILINE):
-            found.append((file, description))
-    return found
+            recipes.append((file, description))
+    return recipes
 
 
 def training_recipe_toml(recipe: Recipe) -> str:
@@ -225,16 +225,16 @@ def _sort_keys(value: Any) -> Any:
 def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
     """Return the file and its bases with their contents, deepest base first."""
     chain: list[tuple[Path, Table]] = []
-    seen: list[Path] = []
+    visited: list[Path] = []
     file: Path | None = path
     while file is not None:
-        if file.resolve() in seen:
+        if file.resolve() in visited:
             problems.append(
                 f"{chain[-1][0]}: base = {shorten(str(file))}: circular base; "
                 "remove one of the base keys"
             )
             break
-        seen.append(file.resolve())
+        visited.append(file.resolve())
         content = _read_toml(file, chain[-1][0] if chain else None, problems)
         if file.name == "recipe.toml" and file.with_name("STATUS.json").is_file():  # of a run
             content = upgrade_recipe(content)
@@ -325,9 +325,9 @@ def _merge_layer(
             f"{origin}: training.steps and training.epochs are both set; remove one of them"
         )
     if set_keys and isinstance(target.get("training"), dict):
-        for other in {"steps", "epochs"} - set_keys:
-            target["training"].pop(other, None)
-            origins.pop(f"training.{other}", None)
+        for replaced in {"steps", "epochs"} - set_keys:
+            target["training"].pop(replaced, None)
+            origins.pop(f"training.{replaced}", None)
     _merge(target, layer, origin, origins)
 
 
@@ -353,13 +353,13 @@ def _merge(
 
 def _origin(key: str, origins: dict[str, str], default: str) -> str:
     """Return the origin of a key, or else that of an enclosing table, or of a key inside."""
-    plain = without_indices(key)
-    around = plain
+    plain_key = without_indices(key)
+    around = plain_key
     while around:
         if around in origins:
             return origins[around]
         around = around.rpartition(".")[0]
-    return next((o for k, o in origins.items() if k.startswith(plain + ".")), default)
+    return next((o for k, o in origins.items() if k.startswith(plain_key + ".")), default)
 
 
 def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
@@ -380,13 +380,13 @@ def _unusable_values(table: Any, key: str = "") -> list[Problem]:
     Such values would raise errors of the operating system at any use. They are removed from the
     table or replaced.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
         inside = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}" if key else name
         if isinstance(value, (dict, list)):
-            found += _unusable_values(value, inside)
+            problems += _unusable_values(value, inside)
         elif isinstance(value, int) and abs(value) >= 2**63:
-            found.append(Problem(inside, value, "does not fit in 64 bits; lower it"))
+            problems.append(Problem(inside, value, "does not fit in 64 bits; lower it"))
             if isinstance(table, dict):
                 del table[name]
             else:
@@ -396,9 +396,9 @@ def _unusable_values(table: Any, key: str = "") -> list[Problem]:
                 f"has a path component longer than {MAX_NAME_BYTES} bytes or a null "
                 "character; shorten it"
             )
-            found.append(Problem(inside, value, text))
+            problems.append(Problem(inside, value, text))
             table[name] = "unusable"
-    return found
+    return problems
 
 
 def _is_file_name(value: str) -> bool:

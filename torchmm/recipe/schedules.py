@@ -65,7 +65,7 @@ def find_schedule(name: str) -> Schedule | None:
 
 def schedules_for(placement: Placement) -> tuple[str, ...]:
     """Return the schedule names for a placement of modules, without "csv:PATH"."""
-    return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
+    return tuple(name for name, schedule in SCHEDULES.items() if placement in schedule.placements)
 
 
 def functions_by_schedule(functions: Mapping[str, T]) -> dict[str, T]:

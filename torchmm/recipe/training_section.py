@@ -85,15 +85,15 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
     Raises:
         ValueError: The limit is neither a fraction nor an amount.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|%)\s*", limit)
-    number = float(found[1]) if found else 0.0
-    if found is None or number == 0 or (found[2] == "%" and number > 100):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|%)\s*", limit)
+    number = float(match[1]) if match else 0.0
+    if match is None or number == 0 or (match[2] == "%" and number > 100):
         raise ValueError(
             'is not a memory limit; use a fraction of the device memory ("85%") or an amount '
             '("60 GiB", "512 MiB") above 0'
         )
-    scale = _BYTE_UNITS[found[2]]
-    return round(number * scale * (device_bytes if found[2] == "%" else 1))
+    scale = _BYTE_UNITS[match[2]]
+    return round(number * scale * (device_bytes if match[2] == "%" else 1))
 
 
 OPTIMIZERS: Sequence[Entry] = (

@@ -44,7 +44,7 @@ class StepTotals(NamedTuple):
 
 
 def agree_on_batch(
-    parts: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
+    components: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
 ) -> tuple[StepBatch | None, StepTotals]:
     """Return the batch without corrupt samples, and the totals of the step.
 
@@ -57,19 +57,19 @@ def agree_on_batch(
     Returns:
         The batch is None on all ranks if it is None on one rank.
     """
-    totals = _sum_over_ranks(parts, step, batch, stop_requested)
+    totals = _sum_over_ranks(components, step, batch, stop_requested)
     if batch is None or totals.lacks_data:
         return None, totals
     if totals.is_unsettled:
         is_balanced = batch.encoded is not None
-        corrupt = gather_corrupt_samples(batch.corrupt, parts.mesh, of_all_ranks=is_balanced)
-        batch = parts.loader.settle(batch, corrupt)
-        totals = _sum_over_ranks(parts, step, batch, stop_requested)
+        corrupt = gather_corrupt_samples(batch.corrupt, components.mesh, of_all_ranks=is_balanced)
+        batch = components.loader.settle(batch, corrupt)
+        totals = _sum_over_ranks(components, step, batch, stop_requested)
     return batch, totals
 
 
 def _sum_over_ranks(
-    parts: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
+    components: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
 ) -> StepTotals:
     """Return the totals of a step.
 
@@ -83,22 +83,24 @@ def _sum_over_ranks(
         sum(len(m.meta.samples) for m in microbatches),
         0 if batch is None else len(batch.skipped),
         float(stop_requested),
-        float(parts.checkpoints.failed),
+        float(components.checkpoints.failed),
         float(batch is None),
         # Ranks with the same samples have different counts until all of them have settled them.
         0.0 if batch is None else float(len(batch.corrupt)),
     ]
     if batch is None:
-        parts.logger.warning("no data for step %d: %s", step, parts.loader.overdue)
+        components.logger.warning("no data for step %d: %s", step, components.loader.overdue)
     try:
-        totals = parts.mesh.sum_over_data(local)
+        totals = components.mesh.sum_over_data(local)
     except RuntimeError as error:
         if batch is not None:
             raise
-        raise DataError(parts.loader.overdue) from error  # the other ranks did not wait for data
+        raise DataError(
+            components.loader.overdue
+        ) from error  # the other ranks did not wait for data
     targets, images, samples, corrupt, stopping, failed_saves, without_data, unsettled = totals
     if failed_saves:
-        parts.checkpoints.wait()  # raises the error of the save
+        components.checkpoints.wait()  # raises the error of the save
     return StepTotals(
         targets,
         images,
@@ -155,8 +157,8 @@ def check_losses(
     try:
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
     except NonFiniteError as error:  # raised by all ranks
-        where = where_non_finite(model, run_again)
-        raise NonFiniteError(f"{error}. Where: {where}") from None
+        location = where_non_finite(model, run_again)
+        raise NonFiniteError(f"{error}. Where: {location}") from None
     loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
     return {
         "loss": loss,

@@ -46,7 +46,7 @@ def build_run(
     device: torch.device,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    cut: ModelStages,
+    model_stages: ModelStages,
     directory: CheckpointDirectory | None = None,
     streams: ReaderAddress | None = None,
 ) -> RunComponents:
@@ -58,7 +58,7 @@ def build_run(
         device: Device of this rank.
         model: Complete model on the meta device (`build_meta_model`).
         tokenizer: Tokenizer of the model.
-        cut: Result of `choose_model_stages`.
+        model_stages: Result of `choose_model_stages`.
         directory: Directory of the checkpoints, if rank 0 may have claimed it already.
         streams: Process that reads the streams of this host. If None, every rank reads them.
 
@@ -84,7 +84,7 @@ def build_run(
     samples, held_out = open_data(run, model, tokenizer, streams)
     if mesh.rank == 0:
         log_data(run, model, samples, logger)
-    pipeline, compilation = materialize_stages(run, model, mesh, cut)
+    pipeline, compilation = materialize_stages(run, model, mesh, model_stages)
     optimizer = build_optimizer(
         model,
         module_of,
@@ -111,7 +111,7 @@ def build_run(
                 console=console,
                 log=logger,
             )
-    reorder, balance = build_arrangements(run, pipeline.descriptions, cut, mesh.device)
+    reorder, balance = build_arrangements(run, pipeline.descriptions, model_stages, mesh.device)
     loader = build_data(
         run,
         model,

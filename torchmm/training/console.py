@@ -104,7 +104,7 @@ def make_figure(width_in: float, height_in: float) -> Any:
     return figure
 
 
-def plot_loss(metrics_file: Path, picture: Path) -> None:
+def plot_loss(metrics_file: Path, image_file: Path) -> None:
     """Plot the training and held-out loss over the steps in `metrics_file` to a PNG file."""
     records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
     figure = make_figure(7, 4)
@@ -118,4 +118,4 @@ def plot_loss(metrics_file: Path, picture: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.get_lines():
         axes.legend()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(image_file, dpi=120)

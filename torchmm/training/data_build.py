@@ -77,7 +77,7 @@ def log_data(
 def build_arrangements(
     run: Resolved,
     modules: Sequence[ModuleDescription],
-    cut: ModelStages,
+    model_stages: ModelStages,
     device: torch.device,
 ) -> tuple[Arrange | None, Balance | None]:
     """Return the functions that `data.reorder` and `data.balance` request, or None.
@@ -87,9 +87,13 @@ def build_arrangements(
     data = run.recipe.data
     reorder = balance = None
     if data.is_reordered:
-        reorder = load_entry("step_arrangements", "data.reorder")(run, modules, *cut, device)
+        reorder = load_entry("step_arrangements", "data.reorder")(
+            run, modules, *model_stages, device
+        )
     if data.balance == "images":
-        balance = load_entry("step_arrangements", "data.balance")(run, modules, *cut, device)
+        balance = load_entry("step_arrangements", "data.balance")(
+            run, modules, *model_stages, device
+        )
     return reorder, balance
 
 

@@ -364,19 +364,19 @@ class StepMeter:
             "compile_ms": sum(graph.compile_ms for graph in graphs),
         }
 
-    def combine(self, local: Mapping[str, float], batch: StepBatch, **others: Any) -> Record:
+    def combine(self, local: Mapping[str, float], batch: StepBatch, **extra_metrics: Any) -> Record:
         """Return the record of a step from the values of all ranks; collective.
 
         Args:
             local: Result of `measure`.
             batch: Batch of this rank.
-            others: Metrics that are equal on all ranks, and metrics of planning the step.
+            extra_metrics: Metrics that are equal on all ranks, and metrics of planning the step.
         """
         ranks = [dict(zip(local, row, strict=True)) for row in gather_floats([*local.values()])]
         record = make_record(
             ranks,
             self._peak_flops,
-            **others,
+            **extra_metrics,
             **batch.imbalance,
             epoch=batch.epoch,
             filtered_samples=batch.stream_total("filtered"),
@@ -388,14 +388,14 @@ class StepMeter:
 
 
 def make_record(
-    ranks: Sequence[Mapping[str, float]], peak_flops: float | None, **others: Any
+    ranks: Sequence[Mapping[str, float]], peak_flops: float | None, **extra_metrics: Any
 ) -> Record:
     """Return a record with the values of all ranks, reduced over ranks.
 
     Args:
         ranks: Values of the metrics with a reduction, and "flops", by rank.
         peak_flops: Peak FLOP/s of one device; None if unknown.
-        others: Values of other metrics.
+        extra_metrics: Values of other metrics.
     """
     record: Record = dict.fromkeys(METRICS)
     per_s = 1e3 / max(rank["step_ms"] for rank in ranks)
@@ -414,7 +414,7 @@ def make_record(
     slowest_ms = max(busy_ms)
     record["slowest_rank"] = busy_ms.index(slowest_ms)
     record["straggler_fraction"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
-    record |= others
+    record |= extra_metrics
     assert record.keys() == METRICS.keys(), record.keys() - METRICS.keys()
     return record
 

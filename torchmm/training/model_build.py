@@ -131,10 +131,12 @@ def choose_model_stages(
     if problems:
         raise ConfigError(problems)
     # A resumed run also reads the samples of step 1, so that it has the same stages as before.
-    shares = first_step(recipe, model, tokenizer, run.shares) if run.is_cut else []
-    shares = shares or [[MicrobatchMeta((), recipe.training.sequence_length)]]
-    parallel = choose_segments(run, model, tokenizer, shares, device)
-    microbatches = [meta for share in shares for meta in share]
+    microbatches_by_share = first_step(recipe, model, tokenizer, run.shares) if run.is_cut else []
+    microbatches_by_share = microbatches_by_share or [
+        [MicrobatchMeta((), recipe.training.sequence_length)]
+    ]
+    parallel = choose_segments(run, model, tokenizer, microbatches_by_share, device)
+    microbatches = [meta for group in microbatches_by_share for meta in group]
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
     if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
@@ -144,7 +146,7 @@ def choose_model_stages(
 
 @working("splitting the model and loading weights")
 def materialize_stages(
-    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelStages
+    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, model_stages: ModelStages
 ) -> tuple[Pipeline, Compilation]:
     """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
 
@@ -156,7 +158,7 @@ def materialize_stages(
     dtype = DTYPES[training.dtype]
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
-    stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
+    stages = cut_for_rank(model, model_stages.layout, mesh.pipeline_rank)
     for converter in find_converters(recipe):
         for module in model.all_stages():
             converter.convert(module)
@@ -176,7 +178,14 @@ def materialize_stages(
     init_weights(model, training.seed, skip=filled)
     exchange = data_parallel_exchange(mesh) if recipe.data.balance == "images" else None
     pipeline = Pipeline(
-        model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
+        model,
+        stages,
+        model_stages.layout,
+        descriptions,
+        model_stages.parallel,
+        mesh,
+        dtype,
+        exchange,
     )
     return pipeline, compilation
 

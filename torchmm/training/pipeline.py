@@ -211,9 +211,9 @@ class Pipeline:
 
     def specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
         """Return the function that computes the tensors of the messages of this rank."""
-        own = [slice_meta(meta, *self._slice) for meta in metas]
+        local_metas = [slice_meta(meta, *self._slice) for meta in metas]
         sizes = self.message_sizes
-        return partial(message_specs, modules=sizes, microbatches=own, dtype=self.dtype)
+        return partial(message_specs, modules=sizes, microbatches=local_metas, dtype=self.dtype)
 
     def run(
         self,

@@ -55,10 +55,10 @@ def check_choices_agree(run: Resolved, logger: logging.Logger) -> None:
     data = run.recipe.data
     of_ranks = gather_texts(f'data.reorder = "{data.reorder}", data.balance = "{data.balance}"')
     if len(set(of_ranks)) > 1:
-        found = "; ".join(dict.fromkeys(of_ranks))
+        values = "; ".join(dict.fromkeys(of_ranks))
         raise ConfigError(
             f'data.reorder, data.balance: ranks chose different values for "auto" '
-            f"({found}); set both keys"
+            f"({values}); set both keys"
         )
     if run.shares > 1:
         for key, text in run.choices.items():

@@ -81,13 +81,13 @@ def train(recipe: Recipe) -> int:
     try:
         with StopSignal() as stop, startup_errors(run_dir), ExitStack() as exit_stack:
             with stop.interrupt_main_thread(exit_with):
-                parts = _prepare(recipe, directory, exit_stack)
-                trainer = Trainer(parts, stop, exit_with)
+                components = _prepare(recipe, directory, exit_stack)
+                trainer = Trainer(components, stop, exit_with)
             with training_errors(run_dir):
                 trainer.run()
         if rank == 0:
             report_status(
-                run_dir, Status("done", trainer.step, 0, 0, parts.checkpoints.status_warning)
+                run_dir, Status("done", trainer.step, 0, 0, components.checkpoints.status_warning)
             )
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
@@ -125,14 +125,14 @@ def _prepare(
         exit_stack.enter_context(service.start(recipe.training, specs))
     device = select_device(recipe.training.device)
     use_expandable_segments(device, recipe.parallel)
-    cut = choose_model_stages(run, model, tokenizer, device)
+    model_stages = choose_model_stages(run, model, tokenizer, device)
     if device.type == "cuda":
-        check_hardware_queues(channel_streams(cut.layout))
+        check_hardware_queues(channel_streams(model_stages.layout))
     with peer_errors(rank):
         start_process_group(recipe.parallel, device)
         check_own_device(device)
         streams = exit_stack.enter_context(shared_reader(recipe, specs))
-        return build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
+        return build_run(run, run_dir, device, model, tokenizer, model_stages, directory, streams)
 
 
 @working("searching parallelism degrees, and building the model without weights")

@@ -86,20 +86,23 @@ class StopSignal:
             raise _preempted_before_training(self.received) from error
 
     @contextmanager
-    def interrupt_main_thread(self, end: Callable[[TorchmmError], object]) -> Iterator[None]:
+    def interrupt_main_thread(
+        self, exit_process: Callable[[TorchmmError], object]
+    ) -> Iterator[None]:
         """Raise `StopRequested` in the main thread when a stop signal arrives in this block.
 
         The exit of this `StopSignal` turns it into `Preempted`. If the process still exists
-        `EXIT_GRACE_S` after the signal, another thread calls `end`. Causes are a C extension that
-        does not return to the interpreter, a lost peer, or threads that the exit waits for.
+        `EXIT_GRACE_S` after the signal, another thread calls `exit_process`. Causes are a C
+        extension that does not return to the interpreter, a lost peer, or threads that the exit
+        waits for.
 
         Args:
-            end: Function that ends the process with the exit code of the given error.
+            exit_process: Function that ends the process with the exit code of the given error.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        watch = threading.Thread(target=self._watch, args=(reader, end), daemon=True)
+        watch = threading.Thread(target=self._watch, args=(reader, exit_process), daemon=True)
         watch.start()
         self._interrupts = True
         try:
@@ -119,7 +122,7 @@ class StopSignal:
             if self._interrupts:
                 raise StopRequested
 
-    def _watch(self, reader: int, end: Callable[[TorchmmError], object]) -> None:
+    def _watch(self, reader: int, exit_process: Callable[[TorchmmError], object]) -> None:
         """Wait for the number of a stop signal, which C code writes even if no bytecode runs."""
         while (number := os.read(reader, 1)) and number[0] not in STOP_SIGNALS:
             pass
@@ -134,7 +137,7 @@ class StopSignal:
             time.sleep(WAKE_S)
         time.sleep(max(0.0, deadline - time.monotonic()))
         if self._interrupts:
-            end(_preempted_before_training(signal.Signals(number[0])))
+            exit_process(_preempted_before_training(signal.Signals(number[0])))
 
 
 def _preempted_before_training(number: signal.Signals) -> Preempted:
@@ -187,8 +190,8 @@ def _write_record(path: Path, record: dict[str, Any]) -> None:
         if not path.exists():
             raise
         # On a full disk a second file cannot be created, but the last block of this file has space.
-        room = allocated_bytes(path)
-        while len(data := canonical_json(record) + b"\n") > room and record["message"]:
+        capacity = allocated_bytes(path)
+        while len(data := canonical_json(record) + b"\n") > capacity and record["message"]:
             record["message"] = record["message"][: len(record["message"]) // 2]
         try:
             overwrite(path, data)

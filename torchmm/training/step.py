@@ -73,17 +73,17 @@ def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
 
 
 def gather_corrupt_samples(
-    own: Mapping[str, str], mesh: ParallelMesh, *, of_all_ranks: bool = False
+    local_samples: Mapping[str, str], mesh: ParallelMesh, *, of_all_ranks: bool = False
 ) -> dict[str, str]:
     """Return the samples that could not be decoded, with reasons. Collective over all ranks.
 
     Args:
-        own: Maps "source[index]" of samples that this rank could not decode to reasons.
+        local_samples: Maps "source[index]" of samples that this rank could not decode to reasons.
         mesh: Mesh of the run.
         of_all_ranks: Whether to return the samples of all ranks of the run, instead of the ranks
             with the same samples.
     """
-    texts = gather_texts(json.dumps(own))
+    texts = gather_texts(json.dumps(local_samples))
     reasons: dict[str, str] = {}
     peers = sorted(rank for ranks in mesh.plan_ranks for rank in ranks)
     for rank in range(mesh.world_size) if of_all_ranks else peers:

@@ -47,28 +47,33 @@ class Trainer:
 
     def __init__(
         self,
-        parts: RunComponents,
+        components: RunComponents,
         stop: StopSignal,
         on_lost: Callable[[PeerError], None] | None = None,
     ) -> None:
-        recipe = parts.run.recipe
-        mesh = parts.mesh
+        recipe = components.run.recipe
+        mesh = components.mesh
         steps = recipe.training.steps
-        self.parts = parts
+        self.components = components
         self.stop = stop
-        self.state = TrainState.resume(parts)
-        self.train_step = TrainStep(parts.pipeline, mesh, loss_weights(recipe.model.generator))
+        self.state = TrainState.resume(components)
+        self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
         self.updates = OptimizerUpdate(
-            parts.model, parts.optimizer, mesh, recipe.optimizer, steps, parts.average
+            components.model,
+            components.optimizer,
+            mesh,
+            recipe.optimizer,
+            steps,
+            components.average,
         )
-        self.meter = StepMeter(mesh, parts.pipeline, recipe.metrics.peak_tflops)
+        self.meter = StepMeter(mesh, components.pipeline, recipe.metrics.peak_tflops)
         self.health = Health(
-            parts.run_dir / "heartbeats",
+            components.run_dir / "heartbeats",
             recipe.parallel.timeout_s,
             on_lost=on_lost,
             raises=mesh.device.type != "cuda",
         )
-        self.hooks = build_hooks(TrainingContext(parts, self.state, self.health, stop))
+        self.hooks = build_hooks(TrainingContext(components, self.state, self.health, stop))
 
     def run(self) -> None:
         """Train until the last step of the recipe, or until a rank receives a stop signal.
@@ -77,24 +82,24 @@ class Trainer:
             Preempted: A rank received a stop signal. The last finished step is saved.
             TorchmmError: The run failed, see the subclasses.
         """
-        with closing_on_exit(self.close), self.parts.checkpoints:
+        with closing_on_exit(self.close), self.components.checkpoints:
             without_data = self._train()
             for hook in self.hooks:
                 hook.finish()
-        if self.step < self.parts.run.recipe.training.steps:
+        if self.step < self.components.run.recipe.training.steps:
             raise Preempted(
-                stop_message(self.step, without_data, self.parts.checkpoints.status_warning)
+                stop_message(self.step, without_data, self.components.checkpoints.status_warning)
             )
 
     def _train(self) -> str:
         """Run the remaining steps. Return why a stopped run did not do another step, or ""."""
-        parts = self.parts
-        steps = parts.run.recipe.training.steps
-        batches = parts.loader.batches(lambda: self.stop.received is not None)
-        if parts.restored and parts.restored.rng is not None:
-            restore_rng(parts.restored.rng)
-        if parts.mesh.rank == 0:
-            write_status(parts.run_dir, Status("running", self.step, 0))
+        components = self.components
+        steps = components.run.recipe.training.steps
+        batches = components.loader.batches(lambda: self.stop.received is not None)
+        if components.restored and components.restored.rng is not None:
+            restore_rng(components.restored.rng)
+        if components.mesh.rank == 0:
+            write_status(components.run_dir, Status("running", self.step, 0))
         is_stopping = False
         while self.step < steps and not is_stopping:
             step = self.step + 1
@@ -113,42 +118,44 @@ class Trainer:
 
     def run_step(self, batches: Iterator[StepBatch | None]) -> FinishedStep | None:
         """Do one optimizer step. Return None on all ranks if a stopped run has no data on one."""
-        parts = self.parts
+        components = self.components
         step = self.step + 1
         begin_s = time.perf_counter()
         with record_function("data"), self.health.waiting_for_data():
             batch = next(batches)
         wait_ms = (time.perf_counter() - begin_s) * 1e3
-        batch, totals = agree_on_batch(parts, step, batch, self.stop.received is not None)
+        batch, totals = agree_on_batch(components, step, batch, self.stop.received is not None)
         if batch is None:
             return None
         self.state.corrupt.add(totals.corrupt_samples, totals.samples)
 
-        planned = parts.planner.plan(step, batch.microbatches, parts.loader.next_metas)
+        planned = components.planner.plan(step, batch.microbatches, components.loader.next_metas)
         forward_backward = partial(
             self.train_step.run, planned.plan, batch.microbatches, totals.targets, totals.images
         )
-        outcome = forward_backward(annotate=step == parts.run.recipe.metrics.profile_step)
+        outcome = forward_backward(annotate=step == components.run.recipe.metrics.profile_step)
         # The update is queued before the host waits for the losses, so that the device is not idle.
         grad_norm = self.updates.measure(outcome.weighted_and_module_losses)
-        loss_copy = copy_losses(outcome, grad_norm, parts.model, parts.mesh)
+        loss_copy = copy_losses(outcome, grad_norm, components.model, components.mesh)
         lr = self.updates.apply(step)
         # Count FLOPs and plan the next step while the device computes.
         counts = self.meter.count(batch)
-        parts.planner.plan_ahead(parts.loader.known_metas)
+        components.planner.plan_ahead(components.loader.known_metas)
         losses = check_losses(
-            step, loss_copy, parts.model, parts.mesh, self.health, forward_backward
+            step, loss_copy, components.model, components.mesh, self.health, forward_backward
         )
         self.updates.finish()
 
         self.state.step = step
         self.state.data = batch.state
-        graphs = parts.compilation.new_graphs()
-        tell_graphs(graphs, step, parts.logger)
+        graphs = components.compilation.new_graphs()
+        tell_graphs(graphs, step, components.logger)
         skipped = self.state.corrupt.corrupt
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
         record = self.meter.combine(local, batch, step=step, lr=lr, **losses, **planned.statistics)
-        parts.planner.learn(step, planned, outcome.result, batch.microbatches, record["step_ms"])
+        components.planner.learn(
+            step, planned, outcome.result, batch.microbatches, record["step_ms"]
+        )
         return FinishedStep(step, record, local, outcome, batch, totals.is_stopping)
 
     @property
@@ -162,4 +169,4 @@ class Trainer:
             for hook in self.hooks:
                 stack.callback(hook.close)
             stack.callback(self.health.close)
-            stack.callback(self.parts.planner.close)
+            stack.callback(self.components.planner.close)

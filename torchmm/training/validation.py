@@ -32,7 +32,7 @@ def held_out_losses(
         images += sum(m.generated_count for m in batch.microbatches)
     # All ranks with the same samples count targets, but only one tensor-parallel group of them has
     # the losses of a module.
-    share = mesh.samples_ranks / mesh.own.sizes.tensor
-    local = [*(loss.item() * share for loss in sums.values()), targets, images]
+    fraction = mesh.samples_ranks / mesh.own.sizes.tensor
+    local = [*(loss.item() * fraction for loss in sums.values()), targets, images]
     text, image, all_targets, all_images = mesh.sum_over_data(local)
     return {"llm": text / max(1.0, all_targets), GENERATOR: image / max(1.0, all_images)}

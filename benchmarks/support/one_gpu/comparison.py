@@ -293,7 +293,7 @@ def _add_torchmm_rows(
     update_ms = sorted(begin.until(end) for begin, end in marks)[len(marks) // 2]
     recorder.add(part, case.name, name, "update", update_ms, "ms")
     if case.lora:
-        parameters = sum(p.numel() for p in side.trainer.parts.model.llm.parameters())
+        parameters = sum(p.numel() for p in side.trainer.components.model.llm.parameters())
         share = 4 * parameters * bench.speed[case.name, name] / bench.peak
         recorder.add(part, case.name, name, "MFU at 4N", 100 * share, "%")
     predicted = side.predicted_peak_bytes()

@@ -270,7 +270,7 @@ class OurSide:
 
     def sizes(self, index: int = 0) -> StepSizes:
         """Return what the cost model needs to predict a step."""
-        parts = self.trainer.parts
+        parts = self.trainer.components
         pipeline = parts.pipeline
         microbatches = self.batches[index].microbatches
         plan = parts.planner.plan(self.trainer.step + 1, microbatches, lambda: None).plan
@@ -282,7 +282,7 @@ class OurSide:
 
     def predicted_peak_bytes(self) -> float:
         """Return the predicted peak memory of the first batch; NaN if it cannot be predicted."""
-        parts = self.trainer.parts
+        parts = self.trainer.components
         plan = self.sizes().plan
         microbatches = self.batches[0].microbatches
         return predict_peak_bytes(parts.run, parts.pipeline, parts.mesh, plan, microbatches)

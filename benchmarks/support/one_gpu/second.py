@@ -95,7 +95,7 @@ def _losses(
 
 def _weights(side: OurSide) -> list[Tensor]:
     """Return the sum and the first values of each parameter."""
-    model = side.trainer.parts.model
+    model = side.trainer.components.model
     with torch.no_grad():
         return [
             torch.cat([p.double().sum()[None], p.flatten()[:64].double()]).cpu()
@@ -160,7 +160,7 @@ def _save_during_training(bench: Bench, name: str) -> None:
     with open_torchmm(bench, case, batches) as side:
         [hook] = [h for h in side.trainer.hooks if isinstance(h, CheckpointHook)]
         after, others = [], []
-        with side.trainer.parts.checkpoints:
+        with side.trainer.components.checkpoints:
             side.step(0)
             for i in range(2 * STEPS):
                 saves = i % STEPS == 0

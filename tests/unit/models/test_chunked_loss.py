@@ -165,4 +165,4 @@ def test_default_chunks_only_large_sharded_vocabulary() -> None:
         recipe = Recipe.model_validate({"name": "a", "model": model, "training": {"dtype": dtype}})
         found = recipe_model(recipe).llm
         assert (found.loss_rows, found.sharded_loss_rows) == rows
-        assert found.bare().sharded_loss_rows == rows[1]
+        assert found.build_without_adapters().sharded_loss_rows == rows[1]

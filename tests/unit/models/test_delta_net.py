@@ -172,7 +172,7 @@ def test_delta_net_library_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     layers = text_model("qwen3_5").llm.layers
     attention_layers = text_model("qwen3").llm.layers
     delta_net.check_compiles("llm", layers, "cuda")
-    monkeypatch.setattr(delta_net, "_library", lambda: print)
+    monkeypatch.setattr(delta_net, "_fla_kernel", lambda: print)
     delta_net.check_compiles("llm", layers, "cpu")
     delta_net.check_compiles("llm", attention_layers, "cuda")
     with pytest.raises(ConfigError, match=r"delta nets of 'llm' .* flash-linear-attention"):

@@ -119,7 +119,7 @@ def test_adapters_are_exported_merged_or_separately(saved, tokenizer, tmp_path):
     write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "separate")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_separate", apart=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_separate", separate_adapters=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
     assert files(tmp_path / "ours_separate") == files(tmp_path / "separate")
 

@@ -103,9 +103,9 @@ class RingBackend(OverlapBackend):
         first, last = gather.own_rows
         for step in range(1, self.ranks):
             to, source = (self.rank - step) % self.ranks, (self.rank + step) % self.ranks
-            ours = self._blocks(0, last - first)
-            theirs = self._blocks(*self.slice_of(source, len(x_SD), rows))
-            for (a, b), block in zip(ours, theirs, strict=True):
+            local_blocks = self._blocks(0, last - first)
+            source_blocks = self._blocks(*self.slice_of(source, len(x_SD), rows))
+            for (a, b), block in zip(local_blocks, source_blocks, strict=True):
                 received = gather.whole[slice(*block)]
                 works = self._exchange(gather.own[a:b], to, received, source)
                 gather.arriving.append((block, works))
@@ -128,25 +128,25 @@ class RingBackend(OverlapBackend):
     ) -> _RingReduceScatter:
         rows = len(inputs[0])
         partial = inputs[0].new_empty(rows, len(weights[0]))
-        own = self.slice_of(self.rank, slice_rows, rows)
-        length = own[1] - own[0]
+        local_slice = self.slice_of(self.rank, slice_rows, rows)
+        length = local_slice[1] - local_slice[0]
         received = partial.new_empty(self.ranks - 1, length, partial.shape[1])
-        scatter = _RingReduceScatter(partial, own, received, slice_rows)
+        scatter = _RingReduceScatter(partial, local_slice, received, slice_rows)
         for step in range(1, self.ranks):
             to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
-            theirs = self._blocks(*self.slice_of(to, slice_rows, rows))
-            for (a, b), block in zip(self._blocks(0, length), theirs, strict=True):
+            target_blocks = self._blocks(*self.slice_of(to, slice_rows, rows))
+            for (a, b), block in zip(self._blocks(0, length), target_blocks, strict=True):
                 _multiply_sum(inputs, weights, partial, *block)
                 sent = partial[slice(*block)]
                 scatter.works += self._exchange(sent, to, received[step - 1, a:b], source)
-        _multiply_sum(inputs, weights, partial, *own)  # last, because it is not sent
+        _multiply_sum(inputs, weights, partial, *local_slice)  # last, because it is not sent
         return scatter
 
     def _multiply_blocks(
         self, gather: _RingAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        whole = gather.whole
-        products = [whole.new_empty(len(whole), len(weight)) for weight in weights]
+        full_TD = gather.whole
+        products = [full_TD.new_empty(len(full_TD), len(weight)) for weight in weights]
         for (start, stop), block_ND in gather.blocks():
             for product, weight, bias in zip(products, weights, biases, strict=True):
                 _multiply(block_ND, weight, bias, product[start:stop])
@@ -155,8 +155,8 @@ class RingBackend(OverlapBackend):
 
     def _blocks(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Split [start, stop) into `chunks` ranges of similar size, which may be empty."""
-        ends = [start + (stop - start) * i // self.chunks for i in range(self.chunks + 1)]
-        return list(pairwise(ends))
+        bounds = [start + (stop - start) * i // self.chunks for i in range(self.chunks + 1)]
+        return list(pairwise(bounds))
 
     def _exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
         """Start to send a block and to receive another. Both ranks skip empty blocks."""
@@ -220,12 +220,12 @@ class _RingReduceScatter:
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        own = self.partial[slice(*self.own_rows)]
+        local = self.partial[slice(*self.own_rows)]
         # Summed in float32 and rounded once.
-        total = own.to(torch.promote_types(own.dtype, torch.float32))
+        total = local.to(torch.promote_types(local.dtype, torch.float32))
         for part in self.received:
             total = total + part
-        return _pad_rows(total.to(own.dtype), self.slice_rows)
+        return _pad_rows(total.to(local.dtype), self.slice_rows)
 
 
 class CollectiveBackend(OverlapBackend):
@@ -284,11 +284,11 @@ class SymmetricMemoryBackend(CollectiveBackend):
     def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        whole, products = torch_private.fused_gather_matmul(
+        full_TD, products = torch_private.fused_gather_matmul(
             x_SD.contiguous(), [weight.t()], self.group, keep=True
         )
-        assert whole is not None
-        return products[0][:rows], whole[:rows]
+        assert full_TD is not None
+        return products[0][:rows], full_TD[:rows]
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int

@@ -67,8 +67,10 @@ def gather_linear(
     Raises:
         RuntimeError: A peer was lost.
     """
-    given = [w.new_empty(0) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    return _gather_linear(x_SD, list(weights), given, rows, *overlap)
+    bias_tensors = [
+        w.new_empty(0) if b is None else b for w, b in zip(weights, biases, strict=True)
+    ]
+    return _gather_linear(x_SD, list(weights), bias_tensors, rows, *overlap)
 
 
 def linear_scatter(
@@ -123,8 +125,8 @@ def _gather_linear(
     group: str,
     chunks: int,
 ) -> list[Tensor]:
-    given = [bias if bias.numel() else None for bias in biases]
-    return _backend(backend, group, chunks).gather_linear(x_SD, weights, given, rows)
+    bias_tensors = [bias if bias.numel() else None for bias in biases]
+    return _backend(backend, group, chunks).gather_linear(x_SD, weights, bias_tensors, rows)
 
 
 @_gather_linear.register_fake
@@ -151,18 +153,20 @@ def _gather_linear_backward(
     if needed[0]:
         transposed = [weight.t() for weight in weights]
         scattering = communication.start_linear_scatter(grads, transposed, slice_rows)
-    found = []
+    gradients = []
     if gathering is not None:
         whole_TD = gathering.wait()
-        found = [g.t() @ whole_TD for g, wanted in zip(grads, needed[1:], strict=True) if wanted]
-    return found if scattering is None else [scattering.wait(), *found]
+        gradients = [
+            g.t() @ whole_TD for g, is_needed in zip(grads, needed[1:], strict=True) if is_needed
+        ]
+    return gradients if scattering is None else [scattering.wait(), *gradients]
 
 
 @_gather_linear_backward.register_fake
 def _(grads, x_SD, weights, slice_rows, needed, backend, group, chunks):  # type: ignore[no-untyped-def]
     slice_grad = grads[0].new_empty(slice_rows, weights[0].shape[1])
     of_weights = [w.new_empty(w.shape) for w in weights]
-    return [x for x, wanted in zip([slice_grad, *of_weights], needed, strict=True) if wanted]
+    return [x for x, is_needed in zip([slice_grad, *of_weights], needed, strict=True) if is_needed]
 
 
 def _save_for_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -177,17 +181,17 @@ def _backward_of_gather_linear(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]
     saved = list(ctx.saved_tensors)
     x_SD = saved.pop() if ctx.keeps_input else None
     needed = [needs_x, *needs_weights]
-    found: list[Tensor | None] = [None] * len(needed)
+    gradients: list[Tensor | None] = [None] * len(needed)
     if any(needed):
         contiguous = [grad.contiguous() for grad in grads]
         parts = _gather_linear_backward(
             contiguous, x_SD, saved, ctx.slice_rows, needed, *ctx.overlap
         )
-        found = _spread(parts, needed)
+        gradients = _spread(parts, needed)
     of_biases = [
-        g.sum(0) if wanted else None for g, wanted in zip(grads, needs_biases, strict=True)
+        g.sum(0) if is_needed else None for g, is_needed in zip(grads, needs_biases, strict=True)
     ]
-    return found[0], found[1:], of_biases, None, None, None, None
+    return gradients[0], gradients[1:], of_biases, None, None, None, None
 
 
 _gather_linear.register_autograd(_backward_of_gather_linear, setup_context=_save_for_gather_linear)
@@ -229,29 +233,29 @@ def _linear_scatter_backward(
 ) -> list[Tensor]:
     """Return the `needed` gradients of input, weight and bias."""
     communication = _backend(backend, group, chunks)
-    found = []
+    gradients = []
     grad_TD = None
     if needed[0]:
         grad_TF, grad_TD = communication.gather_linear_and_input(grad_SD, weight_DF.t(), rows)
-        found.append(grad_TF)
+        gradients.append(grad_TF)
     if needed[1]:
         assert x_TF is not None
         grad_TD = communication.start_gather(grad_SD, rows).wait() if grad_TD is None else grad_TD
-        found.append(grad_TD.t() @ x_TF)
+        gradients.append(grad_TD.t() @ x_TF)
     if needed[2]:
         start, stop = communication.slice_of(communication.rank, len(grad_SD), rows)
-        found.append(grad_SD[: stop - start].sum(0))
-    return found
+        gradients.append(grad_SD[: stop - start].sum(0))
+    return gradients
 
 
 @_linear_scatter_backward.register_fake
 def _(grad_SD, x_TF, weight_DF, rows, needed, backend, group, chunks):  # type: ignore[no-untyped-def]
-    every = [
+    gradients = [
         grad_SD.new_empty(rows, weight_DF.shape[1]),
         weight_DF.new_empty(weight_DF.shape),
         grad_SD.new_empty(weight_DF.shape[0]),
     ]
-    return [x for x, wanted in zip(every, needed, strict=True) if wanted]
+    return [x for x, is_needed in zip(gradients, needed, strict=True) if is_needed]
 
 
 def _save_for_linear_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -262,15 +266,15 @@ def _save_for_linear_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) 
 
 
 def _backward_of_linear_scatter(ctx: Any, grad_SD: Tensor) -> tuple[Any, ...]:
-    weight_DF, *kept = ctx.saved_tensors
-    x_TF = kept[0] if kept else None
+    weight_DF, *saved = ctx.saved_tensors
+    x_TF = saved[0] if saved else None
     needed = list(ctx.needs_input_grad[:3])
-    found: list[Tensor | None] = [None] * 3
+    gradients: list[Tensor | None] = [None] * 3
     if any(needed):
         grad = grad_SD.contiguous()
         parts = _linear_scatter_backward(grad, x_TF, weight_DF, ctx.rows, needed, *ctx.overlap)
-        found = _spread(parts, needed)
-    return *found, None, None, None, None
+        gradients = _spread(parts, needed)
+    return *gradients, None, None, None, None
 
 
 _linear_scatter.register_autograd(
@@ -320,4 +324,4 @@ _take_slice.register_autograd(_backward_of_take_slice, setup_context=_save_rows)
 def _spread(parts: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the computed gradients at the positions where they are needed, and None elsewhere."""
     following = iter(parts)
-    return [next(following) if wanted else None for wanted in needed]
+    return [next(following) if is_needed else None for is_needed in needed]

@@ -87,19 +87,19 @@ def choose_overlap(
 
 
 def choose_backend(
-    group: dist.ProcessGroup, device: torch.device, wanted: str = "auto"
+    group: dist.ProcessGroup, device: torch.device, requested: str = "auto"
 ) -> tuple[str, str]:
     """Return a key of `BACKENDS` and the reason. Collective over the group.
 
     Raises:
         ConfigError: Symmetric memory is requested and does not work.
     """
-    if wanted in ("ring", "collective"):
-        return wanted, "set in the recipe"
+    if requested in ("ring", "collective"):
+        return requested, "set in the recipe"
     trouble = symmetric_memory_problem(group, device)
     if trouble is None:
         return "symmetric_memory", "a test run returned correct values"
-    if wanted == "symmetric_memory":
+    if requested == "symmetric_memory":
         raise ConfigError(
             f'parallel.async_tensor_backend = "symmetric_memory": {trouble}; use "auto"'
         )
@@ -157,14 +157,16 @@ def time_chunks(
     row = x_SD.new_zeros(hidden, width)
     times_ms: dict[int, list[float]] = {chunks: [] for chunks in candidates}
     for _ in range(1 + REPETITIONS):
-        for chunks, found in times_ms.items():
+        for chunks, measured_ms in times_ms.items():
             tried = overlap._replace(chunks=chunks)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             begin_s = _now_s(device)
             products = gather_linear(x_SD, columns, [None] * len(columns), tokens, tried)
             linear_scatter(products[0], row, None, rows, tried)
-            found.append((_now_s(device) - begin_s) * 1e3)
-    medians = torch.tensor([median(found[1:]) for found in times_ms.values()], device=device)
+            measured_ms.append((_now_s(device) - begin_s) * 1e3)
+    medians = torch.tensor(
+        [median(measured_ms[1:]) for measured_ms in times_ms.values()], device=device
+    )
     dist.all_reduce(medians, dist.ReduceOp.MAX, group)
     return dict(zip(candidates, medians.tolist(), strict=True))
 
@@ -181,20 +183,20 @@ def _matches_collectives(group: dist.ProcessGroup, device: torch.device) -> bool
     for backend in (tried, known):
         whole_TD = backend.start_gather(x_SD, total).wait()
         hidden = backend.start_linear_scatter([whole_TD], [weight_FD], rows).wait()
-        product, kept = backend.gather_linear_and_input(x_SD, weight_FD, total)
+        product, gathered_input = backend.gather_linear_and_input(x_SD, weight_FD, total)
         fresh = type(backend)(group, 1)
         fused = fresh.start_linear_scatter([whole_TD] * 2, [weight_FD] * 2, rows).wait()
         bias = weight_FD[:, 0].contiguous()
         products = fresh.gather_linear(x_SD, [weight_FD, weight_FD], [bias, None], total)
-        results.append([whole_TD, hidden, product, kept, fused, *products])
+        results.append([whole_TD, hidden, product, gathered_input, fused, *products])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def _on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=device)
-    every = [torch.zeros_like(own) for _ in range(group.size())]
-    dist.all_gather(every, own, group)
-    return all(torch.equal(host, own) for host in every)
+    local_hash = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=device)
+    all_hashes = [torch.zeros_like(local_hash) for _ in range(group.size())]
+    dist.all_gather(all_hashes, local_hash, group)
+    return all(torch.equal(host, local_hash) for host in all_hashes)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -65,11 +65,11 @@ def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> En
     pre = _modules_before_layers(calls[f"{layers}.0"], outputs, pixels)
 
     # Each layer must be called with the result of the previous layer.
-    every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
-    for index, (one, following) in enumerate(pairwise(every)):
+    layer_calls = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
+    for index, (one, following) in enumerate(pairwise(layer_calls)):
         if following.others or following.hidden is not one.result:
             raise ConfigError(f"the input of layer {index + 1} is not the output of layer {index}")
-    last = every[-1].result
+    last = layer_calls[-1].result
     patches = patches_per_row(tower.config) ** 2
     if last.ndim != 3 or len(last) != len(pixels) or last.shape[1] < patches:
         raise ConfigError(f"hidden states {tuple(last.shape)} for 2 images of {patches} patches")
@@ -90,7 +90,7 @@ def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> En
         if call.hidden is last and "Norm" in type(tower.get_submodule(name)).__name__
     ]
     layer = tower.get_submodule(f"{layers}.0")
-    _, *others = signature(layer.forward).parameters.values()
+    _, *other_parameters = signature(layer.forward).parameters.values()
     # transformers also splits tensors of some old files. These files are not supported.
     legacy_names = [
         (str(old), str(conversion.target_patterns[0]))
@@ -107,7 +107,7 @@ def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> En
         num_prefix_tokens=last.shape[1] - patches,
         left_out=tuple(
             one.name
-            for one in others
+            for one in other_parameters
             if one.kind is Parameter.POSITIONAL_OR_KEYWORD and one.default is Parameter.empty
         ),
         gated_ffn=_is_gated(layer, tower.config),
@@ -127,11 +127,13 @@ def _modules_before_layers(
     hidden: Tensor | None = entered.hidden
     pre: list[str] = []
     while hidden is not pixels:
-        made = [n for n, call in outputs.items() if call.result is hidden and not call.unchanged]
-        if not made:
+        producers = [
+            n for n, call in outputs.items() if call.result is hidden and not call.unchanged
+        ]
+        if not producers:
             after = f"after {pre[0]}" if pre else "before the layers"
             raise ConfigError(f"an operation that is not a separate module is {after}")
-        name = min(made, key=len)
+        name = min(producers, key=len)
         if outputs[name].others:
             raise ConfigError(f"{name} has more than one input: {outputs[name].others}")
         pre.insert(0, name)
@@ -165,18 +167,18 @@ def _record(
 
     def listen(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
-            tensors = [value for _, value in given if isinstance(value, Tensor)]
+            arguments = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
+            tensors = [value for _, value in arguments if isinstance(value, Tensor)]
             hidden = tensors[0] if tensors else None
             # Empty and false arguments do not change the result of a module.
-            others = [
+            other_arguments = [
                 key
-                for key, value in given
+                for key, value in arguments
                 if value is not hidden and (isinstance(value, Tensor) or bool(value))
             ]
             result = hidden_states_of(output)
             if isinstance(result, Tensor):
-                calls[name] = _ModuleCall(hidden, others, result)
+                calls[name] = _ModuleCall(hidden, other_arguments, result)
 
         return hook
 
@@ -215,14 +217,14 @@ def find_layer_list(tower: PreTrainedModel) -> str:
         if isinstance(part, nn.ModuleList) and len(part) == count and is_outermost_list(tower, name)
     ]
     if len(lists) != 1:
-        found = ", ".join(lists) or "none"
-        raise ConfigError(f"no list of num_hidden_layers = {count} layers: {found}")
+        names = ", ".join(lists) or "none"
+        raise ConfigError(f"no list of num_hidden_layers = {count} layers: {names}")
     return lists[0]
 
 
 def _gradients(last: Tensor, weights: dict[str, nn.Parameter]) -> tuple[Tensor | None, ...]:
-    every = list(weights.values())
-    return torch.autograd.grad(last.sum(), every, retain_graph=True, allow_unused=True)
+    parameters = list(weights.values())
+    return torch.autograd.grad(last.sum(), parameters, retain_graph=True, allow_unused=True)
 
 
 def _weights_outside(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list[str]:
@@ -234,29 +236,31 @@ def _weights_outside(tower: PreTrainedModel, last: Tensor, parts: Iterable[str])
     }
     if not outside:
         return []
-    given = _gradients(last, outside)
-    return [name for name, grad in zip(outside, given, strict=True) if grad is not None]
+    gradients = _gradients(last, outside)
+    return [name for name, grad in zip(outside, gradients, strict=True) if grad is not None]
 
 
 def _unused(
-    tower: PreTrainedModel, last: Tensor, pre: tuple[str, ...], kept: tuple[str, ...]
+    tower: PreTrainedModel, last: Tensor, pre: tuple[str, ...], retained: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the largest modules with weights outside `kept`, and unused weights inside."""
+    """Return the largest modules with weights outside `retained`, and unused weights inside."""
     within = {
         name: value
         for name, value in tower.named_parameters()
         if name.startswith(tuple(f"{part}." for part in pre))
     }
-    given = _gradients(last, within)
-    unread = [name for name, grad in zip(within, given, strict=True) if grad is None]
+    gradients = _gradients(last, within)
+    unread = [name for name, grad in zip(within, gradients, strict=True) if grad is None]
     names: dict[str, None] = dict.fromkeys(unread)
     for name, _ in tower.named_parameters():
-        if name.startswith(tuple(f"{part}." for part in kept)):
+        if name.startswith(tuple(f"{part}." for part in retained)):
             continue
         parts = name.split(".")
         prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        own = [p for p in prefixes if not any(f"{k}.".startswith(f"{p}.") for k in kept)]
-        names[own[0]] = None
+        unused_prefixes = [
+            p for p in prefixes if not any(f"{k}.".startswith(f"{p}.") for k in retained)
+        ]
+        names[unused_prefixes[0]] = None
     return tuple(names)
 
 

@@ -157,9 +157,9 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _renames(form: EncoderStructure) -> tuple[tuple[str, str], ...]:
     """Return the prefixes of tower names in files of the tower and of models that contain it."""
-    (top, *others) = {name.partition(".")[0] for name in (*form.pre, form.layers)}
+    (top, *other_names) = {name.partition(".")[0] for name in (*form.pre, form.layers)}
     head = rf"({form.prefix}\.)?" if form.prefix else ""
-    if not others and f"{top}." in form.layers:  # a wrapper around all modules
+    if not other_names and f"{top}." in form.layers:  # a wrapper around all modules
         return ((rf"{head}(vision_model\.)?{top}\.", f"tower.{top}."),)
     return ((rf"{form.prefix}\.", "tower."),) if form.prefix else ()
 
@@ -196,10 +196,10 @@ def patch_order_problem(family: DetectedEncoderFamily, tower: PreTrainedModel) -
     # A rounding difference in another row of a batch is not an effect of a pixel.
     changed = (hidden[:-1] - hidden[-1:]).abs().amax(-1) > 1e-4
     for patch in range(rows * rows):
-        found = changed[patch].nonzero().flatten().tolist()
-        if found != [family.form.num_prefix_tokens + patch]:
+        affected = changed[patch].nonzero().flatten().tolist()
+        if affected != [family.form.num_prefix_tokens + patch]:
             return (
-                f"pixels of patch {patch} change positions {found} before the layers instead "
+                f"pixels of patch {patch} change positions {affected} before the layers instead "
                 f"of only {family.form.num_prefix_tokens + patch}"
             )
     return ""
@@ -223,17 +223,17 @@ def resolve_processor_class(config: PreTrainedConfig, settings: dict[str, Any]) 
     candidates = [config.model_type, *types]
     names = [settings.get("image_processor_type")]
     names += [n for t in candidates for n in (IMAGE_PROCESSOR_MAPPING_NAMES.get(t) or {}).values()]
-    found = next((name for name in names if name), None)
-    if found is None:
+    class_name = next((name for name in names if name), None)
+    if class_name is None:
         raise ConfigError(
             f"no image processor is registered for {config.model_type!r}; set processor = "
             '{image_processor_type = "..."}'
         )
-    return str(found).removesuffix("Fast").removesuffix("Pil")
+    return str(class_name).removesuffix("Fast").removesuffix("Pil")
 
 
 def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     tower = build_tower(config, torch.float32, "eager")
-    found = tower.get_submodule(find_layer_list(tower))
-    assert isinstance(found, nn.ModuleList)
-    return found
+    layers = tower.get_submodule(find_layer_list(tower))
+    assert isinstance(layers, nn.ModuleList)
+    return layers

@@ -40,12 +40,12 @@ def detect_llm_family(model: PreTrainedModel) -> LlmFamily | list[str]:
     ]
     lacking = [
         what
-        for what, found in (
+        for what, candidates in (
             ("table of embeddings", table),
             ("head", head),
             ("list of layers", lists),
         )
-        if not found
+        if not candidates
     ]
     if lacking:
         return [f"no {what}" for what in lacking]
@@ -59,19 +59,21 @@ def detect_llm_family(model: PreTrainedModel) -> LlmFamily | list[str]:
             )
         ]
     parts = dict(model.get_submodule(owner).named_children())
-    own = {table.rpartition(".")[2], layers[0].rpartition(".")[2]}
-    others = [
-        n for n, part in parts.items() if n not in own and any(True for _ in part.parameters())
+    known_names = {table.rpartition(".")[2], layers[0].rpartition(".")[2]}
+    unknown_names = [
+        n
+        for n, part in parts.items()
+        if n not in known_names and any(True for _ in part.parameters())
     ]
-    norms = [n for n in others if "norm" in n or "ln" in n]
-    strange = [n for n in others if n not in norms[-1:]]
+    norms = [n for n in unknown_names if "norm" in n or "ln" in n]
+    strange = [n for n in unknown_names if n not in norms[-1:]]
     strange += [n for n, _ in model.get_submodule(owner).named_parameters(recurse=False)]
     strange += [
         n for n, p in model.named_parameters() if not n.startswith((f"{owner}.", f"{head}."))
     ]
     if strange:
         return ["weights outside of embeddings, layers, one norm and head: " + ", ".join(strange)]
-    unweighted = [n for n in parts if n not in own and "norm" in n]
+    unweighted = [n for n in parts if n not in known_names and "norm" in n]
     return LlmFamily(
         text_model=owner,
         layers=layers[0].rpartition(".")[2],
@@ -97,6 +99,6 @@ def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     family = detect_llm_family(model)
     if isinstance(family, list):
         raise ConfigError(family)
-    found = model.get_submodule(f"{family.text_model}.{family.layers}")
-    assert isinstance(found, nn.ModuleList)
-    return found
+    layers = model.get_submodule(f"{family.text_model}.{family.layers}")
+    assert isinstance(layers, nn.ModuleList)
+    return layers

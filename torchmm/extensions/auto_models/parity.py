@@ -114,26 +114,29 @@ def compare_llm(config: PreTrainedConfig, files: WeightFiles) -> ParityResult[Ll
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         small = run_external("a small copy of its config", small_llm_copy_config, config)
-        plain = AutoModelForCausalLM.from_config(
+        hf_model = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-        family = detect_llm_family(plain)
+        family = detect_llm_family(hf_model)
         if isinstance(family, list):
             raise ConfigError(family)
-        randomize(plain)
-        ours = run_external(
+        randomize(hf_model)
+        module = run_external(
             "building the packed model", LlmModule, small, family, torch.float32, files
         )
-        ours.backbone.load_state_dict(plain.state_dict())
+        module.backbone.load_state_dict(hf_model.state_dict())
         differences: dict[str, float] = {}
         for packing, lengths in (("alone", _SINGLE_SAMPLE), ("packed", _PACKED_SAMPLES)):
             batch = _batch(lengths)
-            expected = run_external("the Hugging Face model", _hf_results, plain, batch)
-            for cut, run in (("whole", _unsplit_results), ("one stage per layer", _stage_results)):
-                name = f"samples {packing}, {cut}"
-                differences |= _compare(name, run_external(name, run, ours, batch), expected)
+            expected = run_external("the Hugging Face model", _hf_results, hf_model, batch)
+            for split_name, run in (
+                ("whole", _unsplit_results),
+                ("one stage per layer", _stage_results),
+            ):
+                name = f"samples {packing}, {split_name}"
+                differences |= _compare(name, run_external(name, run, module, batch), expected)
         return ParityResult(
-            family, _check_tolerance(differences), _weight_file_problem(plain, ours)
+            family, _check_tolerance(differences), _weight_file_problem(hf_model, module)
         )
 
 
@@ -196,63 +199,67 @@ def compare_encoder(
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         small = run_external("a small copy of its config", towers.small_encoder_config, config)
-        plain = towers.build_tower(small, torch.float32, "eager")
+        hf_model = towers.build_tower(small, torch.float32, "eager")
         form = run_external(
-            "the Hugging Face model", detect_encoder_structure, plain, processor_class
+            "the Hugging Face model", detect_encoder_structure, hf_model, processor_class
         )
-        randomize(plain)
+        randomize(hf_model)
         family = DetectedEncoderFamily(form)
         spec = EncoderSpec(
             "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
         )
         files = replace(files, renames=(*family.renames, *files.renames))
-        ours = run_external("building the model", EncoderModule, spec, files)
-        ours.tower.load_state_dict(plain.state_dict(), strict=False)
-        if places := run_external(
-            "the modules before its layers", towers.patch_order_problem, family, ours.tower
+        module = run_external("building the model", EncoderModule, spec, files)
+        module.tower.load_state_dict(hf_model.state_dict(), strict=False)
+        if problem := run_external(
+            "the modules before its layers", towers.patch_order_problem, family, module.tower
         ):
-            raise ConfigError(places)
+            raise ConfigError(problem)
         differences: dict[str, float] = {}
         rows = patches_per_row(small)
         for count, packing in ((1, "alone"), (_IMAGES, "together")):
             pixels = example_pixels(small, count)
             inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
-            expected = run_external("the Hugging Face model", _hf_features, plain, ours, pixels)
-            for cut, run in (
+            expected = run_external(
+                "the Hugging Face model", _hf_features, hf_model, module, pixels
+            )
+            for split_name, run in (
                 ("whole", _unsplit_features),
                 ("one stage per layer", _stage_features),
             ):
-                name = f"images {packing}, {cut}"
-                differences |= _compare(name, run_external(name, run, ours, inputs), expected)
-        family.is_llava_compatible = _is_llava_compatible(plain, family, example_pixels(small, 1))
+                name = f"images {packing}, {split_name}"
+                differences |= _compare(name, run_external(name, run, module, inputs), expected)
+        family.is_llava_compatible = _is_llava_compatible(
+            hf_model, family, example_pixels(small, 1)
+        )
         return ParityResult(
-            family, _check_tolerance(differences), _weight_file_problem(plain, ours)
+            family, _check_tolerance(differences), _weight_file_problem(hf_model, module)
         )
 
 
 @torch.no_grad()
 def _is_llava_compatible(
-    plain: PreTrainedModel, family: DetectedEncoderFamily, pixels: Tensor
+    hf_model: PreTrainedModel, family: DetectedEncoderFamily, pixels: Tensor
 ) -> bool:
     """Return True if LLaVA can use the tower.
 
     `AutoModel` must build the tower. Its hidden states must be the outputs of its layers, with at
     most a class token in addition to patches.
     """
-    if family.form.num_prefix_tokens > 1 or type(plain.config) not in MODEL_MAPPING:
+    if family.form.num_prefix_tokens > 1 or type(hf_model.config) not in MODEL_MAPPING:
         return False
-    if MODEL_MAPPING[type(plain.config)] is not type(plain):
+    if MODEL_MAPPING[type(hf_model.config)] is not type(hf_model):
         return False
     returned: list[Tensor] = []
     handles = [
-        layer.register_forward_hook(lambda _, given, out: returned.append(hidden_states_of(out)))
-        for layer in plain.get_submodule(family.layers).children()
+        layer.register_forward_hook(lambda _, inputs, out: returned.append(hidden_states_of(out)))
+        for layer in hf_model.get_submodule(family.layers).children()
     ]
-    found = plain(pixels, output_hidden_states=True, return_dict=True).hidden_states
+    hidden_states = hf_model(pixels, output_hidden_states=True, return_dict=True).hidden_states
     for handle in handles:
         handle.remove()
-    same = found is not None and len(found) == len(returned) + 1
-    return same and all(map(torch.equal, found[1:], returned))
+    same = hidden_states is not None and len(hidden_states) == len(returned) + 1
+    return same and all(map(torch.equal, hidden_states[1:], returned))
 
 
 def _check_tolerance(differences: dict[str, float]) -> float:
@@ -267,15 +274,15 @@ def _check_tolerance(differences: dict[str, float]) -> float:
     return max(differences.values())
 
 
-def _weight_file_problem(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
+def _weight_file_problem(hf_model: PreTrainedModel, module: LlmModule | EncoderModule) -> str:
     """Return why files that Hugging Face saves are not read correctly, or "" if they are."""
     with tempfile.TemporaryDirectory() as directory:
         bars = logging_of_transformers.is_progress_bar_enabled()
         logging_of_transformers.disable_progress_bar()
-        read = ours.bare()
-        read.weights = replace(ours.weights, source=directory)
+        read = module.build_without_adapters()
+        read.weights = replace(module.weights, source=directory)
         try:
-            plain.save_pretrained(directory)
+            hf_model.save_pretrained(directory)
             for value in read.state_dict().values():
                 value.zero_()
             if isinstance(read, LlmModule):
@@ -296,10 +303,10 @@ def _weight_file_problem(plain: PreTrainedModel, ours: LlmModule | EncoderModule
         finally:
             if bars:
                 logging_of_transformers.enable_progress_bar()
-    expected = plain.state_dict()
-    own = read.backbone if isinstance(read, LlmModule) else read.tower
-    found = own.state_dict()
-    wrong = [name for name, value in found.items() if not value.equal(expected[name])]
+    expected = hf_model.state_dict()
+    hf_module = read.backbone if isinstance(read, LlmModule) else read.tower
+    loaded = hf_module.state_dict()
+    wrong = [name for name, value in loaded.items() if not value.equal(expected[name])]
     return f"{', '.join(wrong[:3])} would be read with different values" if wrong else ""
 
 
@@ -317,18 +324,24 @@ def _batch(lengths: list[int]) -> Microbatch:
     return Microbatch(ids, targets, positions, starts, {}, MicrobatchMeta((), sum(lengths)))
 
 
-def _hf_results(plain: nn.Module, batch: Microbatch) -> Results:
-    plain.zero_grad()
+def _hf_results(hf_model: nn.Module, batch: Microbatch) -> Results:
+    hf_model.zero_grad()
     logits = torch.cat(
         [
-            plain(batch.input_ids_T[None, start:stop], use_cache=False).logits[0]
+            hf_model(batch.input_ids_T[None, start:stop], use_cache=False).logits[0]
             for start, stop in pairwise(batch.cu_seqlens)
         ]
     )
-    kept = batch.target_positions_L
-    loss = functional.cross_entropy(logits[kept], batch.targets_T[kept], reduction="sum")
+    target_positions = batch.target_positions_L
+    loss = functional.cross_entropy(
+        logits[target_positions], batch.targets_T[target_positions], reduction="sum"
+    )
     loss.backward()
-    return {"logits": logits[kept].detach(), "loss": loss.detach(), **_gradients(plain)}
+    return {
+        "logits": logits[target_positions].detach(),
+        "loss": loss.detach(),
+        **_gradients(hf_model),
+    }
 
 
 def _gradients(model: nn.Module, prefix: str = "") -> Results:
@@ -346,38 +359,44 @@ def _hf_parameter_name(name: str) -> str:
     return name.removeprefix("backbone.").removeprefix("tower.")
 
 
-def _unsplit_results(ours: LlmModule, batch: Microbatch) -> Results:
-    ours.zero_grad()
-    logits = ours.logits(batch, {}, batch.target_positions_L).detach()
-    loss = ours(batch, {})
+def _unsplit_results(module: LlmModule, batch: Microbatch) -> Results:
+    module.zero_grad()
+    logits = module.logits(batch, {}, batch.target_positions_L).detach()
+    loss = module(batch, {})
     loss.backward()
-    return {"logits": logits, "loss": loss.detach(), **_gradients(ours)}
+    return {"logits": logits, "loss": loss.detach(), **_gradients(module)}
 
 
-def _stage_results(ours: LlmModule, batch: Microbatch) -> Results:
-    hidden, gradients = _run_stages(ours, lambda stage, given: stage(batch, given), {})
+def _stage_results(module: LlmModule, batch: Microbatch) -> Results:
+    hidden, gradients = _run_stages(
+        module, lambda stage, stage_input: stage(batch, stage_input), {}
+    )
     return {"loss": hidden, **gradients}
 
 
-def _hf_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor) -> Results:
+def _hf_features(hf_model: PreTrainedModel, module: EncoderModule, pixels: Tensor) -> Results:
     """Return the outputs of the last layer and of the connector, for each image separately."""
-    plain.zero_grad()
-    ours.zero_grad()
+    hf_model.zero_grad()
+    module.zero_grad()
     returned: list[Tensor] = []
-    last = plain.get_submodule(ours.family.layers)[-1]  # type: ignore[index]
-    handle = last.register_forward_hook(lambda _, given, out: returned.append(out))
+    last = hf_model.get_submodule(module.family.layers)[-1]  # type: ignore[index]
+    handle = last.register_forward_hook(lambda _, inputs, out: returned.append(out))
     for image in pixels:
-        plain(image[None])
+        hf_model(image[None])
     handle.remove()
-    before = ours.family.num_prefix_tokens(plain.config)
+    before = module.family.num_prefix_tokens(hf_model.config)
     hidden = [x[0] if isinstance(x, tuple) else x for x in returned]
-    features = torch.cat([ours.connector(x[0, before:]) for x in hidden])
+    features = torch.cat([module.connector(x[0, before:]) for x in hidden])
     _loss_of(features).backward()
-    own = {f"gradient of {name.removeprefix('tower.')}" for name, _ in ours.named_parameters()}
-    every = _gradients(plain)
+    known_names = {
+        f"gradient of {name.removeprefix('tower.')}" for name, _ in module.named_parameters()
+    }
+    all_gradients = _gradients(hf_model)
     # Modules without effect on features are not part of the torchmm module, and have no gradients.
-    kept = {name: grad for name, grad in every.items() if name in own or grad.any()}
-    return {"features": features.detach(), **kept, **_gradients(ours, "connector.")}
+    compared = {
+        name: grad for name, grad in all_gradients.items() if name in known_names or grad.any()
+    }
+    return {"features": features.detach(), **compared, **_gradients(module, "connector.")}
 
 
 def _loss_of(features: Tensor) -> Tensor:
@@ -385,35 +404,37 @@ def _loss_of(features: Tensor) -> Tensor:
     return (features * torch.linspace(0.5, 1.5, features.numel()).view_as(features)).square().sum()
 
 
-def _unsplit_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
-    ours.zero_grad()
-    features = ours(inputs)
+def _unsplit_features(module: EncoderModule, inputs: EncoderInputs) -> Results:
+    module.zero_grad()
+    features = module(inputs)
     _loss_of(features).backward()
-    return {"features": features.detach(), **_gradients(ours)}
+    return {"features": features.detach(), **_gradients(module)}
 
 
-def _stage_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
-    features, gradients = _run_stages(ours, lambda stage, given: stage(inputs, given), None)
+def _stage_features(module: EncoderModule, inputs: EncoderInputs) -> Results:
+    features, gradients = _run_stages(
+        module, lambda stage, stage_input: stage(inputs, stage_input), None
+    )
     return {"features": features, **gradients}
 
 
 def _run_stages(
-    ours: LlmModule | EncoderModule, run: Callable[[Any, Any], Any], hidden: Any
+    module: LlmModule | EncoderModule, run: Callable[[Any, Any], Any], hidden: Any
 ) -> tuple[Tensor, Results]:
     """Return the output of the last of one stage per layer, and the accumulated gradients."""
-    last = len(ours.layers) - 1
+    last = len(module.layers) - 1
     gradients: Results = {}
     stages = []
     for i in range(last + 1):
-        stage = ours.bare()
+        stage = module.build_without_adapters()
         stage.reduce_to_stages([StageRange(i, i + 1, i == 0, i == last)])
-        values = {n: p.detach().clone() for n, p in ours.state_dict().items()}
+        values = {n: p.detach().clone() for n, p in module.state_dict().items()}
         stage.load_state_dict(values, strict=False, assign=True)
         stage.requires_grad_()
         hidden = run(stage, hidden)
         stages.append(stage)
     assert isinstance(hidden, Tensor)
-    (hidden if isinstance(ours, LlmModule) else _loss_of(hidden)).backward()
+    (hidden if isinstance(module, LlmModule) else _loss_of(hidden)).backward()
     for stage in stages:
         copies = {_hf_parameter_name(copy): first for copy, first in stage.tied_replicas().items()}
         for name, grad in _gradients(stage).items():
@@ -423,18 +444,18 @@ def _run_stages(
     return hidden.detach(), gradients
 
 
-def _compare(inputs: str, found: Results, expected: Results) -> dict[str, float]:
+def _compare(inputs: str, actual: Results, expected: Results) -> dict[str, float]:
     """Return relative differences by name of the result and of its inputs.
 
     Gradients that are zero in exact arithmetic are noise on both sides.
     """
     largest = max(g.norm().item() for n, g in expected.items() if n.startswith("gradient"))
     differences = {}
-    for name, value in found.items():
+    for name, value in actual.items():
         norm = expected[name].norm().item()
         gradient = name.startswith("gradient")
         floor = 1e-2 * largest if gradient and norm < 1e-6 * largest else 1e-12
         difference = ((value - expected[name]).norm() / max(norm, floor)).item()
         differences[f"{name} of {inputs}"] = difference
-    absent = [name for name in expected if name not in found and name != "logits"]
+    absent = [name for name in expected if name not in actual and name != "logits"]
     return differences | {f"{name} of {inputs}": float("inf") for name in absent}

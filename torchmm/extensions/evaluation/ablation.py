@@ -58,8 +58,8 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     recipe = run.recipe
     text_model = recipe.model.model_copy(update={"encoders": {}})
     freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
-    alone = recipe.model_copy(update={"model": text_model, "freeze": freeze, "adapters": {}})
-    _, pipeline, batches = _open_run(replace(run, recipe=alone), mesh)
+    text_only = recipe.model_copy(update={"model": text_model, "freeze": freeze, "adapters": {}})
+    _, pipeline, batches = _open_run(replace(run, recipe=text_only), mesh)
     return held_out_losses(pipeline, batches, mesh)["llm"]
 
 
@@ -74,8 +74,8 @@ def _open_run(
     model, tokenizer = build_meta_model(run)
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can be exchanged only if an encoder has images of one size")
-    cut = choose_model_stages(run, model, tokenizer, mesh.device)
-    pipeline, _ = materialize_stages(run, model, mesh, cut)
+    model_stages = choose_model_stages(run, model, tokenizer, mesh.device)
+    pipeline, _ = materialize_stages(run, model, mesh, model_stages)
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     return model, pipeline, list(islice(loader, run.recipe.validation.batches))

@@ -22,9 +22,11 @@ class BenchmarkHook(Hook):
     def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._config = BenchmarksConfig.from_parent(self.recipe.validation)
-        self._processes = BenchmarkRunner(self._config, self.parts.run_dir, self.parts.logger)
-        if self.parts.recorder is not None:
-            self.parts.recorder.add_source(self._take_scores)
+        self._processes = BenchmarkRunner(
+            self._config, self.components.run_dir, self.components.logger
+        )
+        if self.components.recorder is not None:
+            self.components.recorder.add_source(self._take_scores)
 
     def after_step(self, done: FinishedStep) -> None:
         """Export a snapshot and start its evaluation if it is due."""
@@ -32,10 +34,10 @@ class BenchmarkHook(Hook):
         if not self.is_due(step, self._config.interval):
             return
         folder = f"{FOLDER}/step-{step}"
-        with validated_weights(self.parts):
+        with validated_weights(self.components):
             export_model(self.training, f"{folder}/hf")
-        if self.parts.mesh.rank == 0:
-            self._processes.start(step, self.parts.run_dir / folder, self.is_complete())
+        if self.components.mesh.rank == 0:
+            self._processes.start(step, self.components.run_dir / folder, self.is_complete())
 
     def finish(self) -> None:
         """Wait for the remaining scores of a complete run. A stop signal ends the wait."""
@@ -43,8 +45,8 @@ class BenchmarkHook(Hook):
             return
         stop = self.training.stop
         for evaluation in self._processes.finish(lambda: stop.received is not None):
-            assert self.parts.recorder is not None
-            self.parts.recorder.add_scores(evaluation.scores)
+            assert self.components.recorder is not None
+            self.components.recorder.add_scores(evaluation.scores)
 
     def close(self) -> None:
         """Stop the evaluation that is running."""

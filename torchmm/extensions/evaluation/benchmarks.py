@@ -32,10 +32,17 @@ WAIT_S = 0.2
 
 def command(config: BenchmarksConfig, export: Path, output: Path) -> list[str]:
     """Return the command that evaluates the tasks of `config` and writes scores to `output`."""
-    words = [config.python, "-m", PROGRAM, str(export.resolve()), "--output", str(output.resolve())]
-    words += ["--batch-size", str(config.batch_size), "--tasks", *config.tasks]
-    words += [] if config.folder is None else ["--include", config.folder]
-    return words + ([] if config.limit is None else ["--limit", str(config.limit)])
+    arguments = [
+        config.python,
+        "-m",
+        PROGRAM,
+        str(export.resolve()),
+        "--output",
+        str(output.resolve()),
+    ]
+    arguments += ["--batch-size", str(config.batch_size), "--tasks", *config.tasks]
+    arguments += [] if config.folder is None else ["--include", config.folder]
+    return arguments + ([] if config.limit is None else ["--limit", str(config.limit)])
 
 
 def environment(devices: str | None) -> dict[str, str]:
@@ -45,11 +52,11 @@ def environment(devices: str | None) -> dict[str, str]:
         devices: Indices of its visible GPUs. If None, those of this process.
     """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in ranks}
-    here = str(Path(__file__).parents[3])
-    paths = [here, *filter(None, [kept.get("PYTHONPATH")])]
-    kept["PYTHONPATH"] = os.pathsep.join(paths)
-    return kept if devices is None else kept | {"CUDA_VISIBLE_DEVICES": devices}
+    inherited = {name: value for name, value in os.environ.items() if name not in ranks}
+    repository = str(Path(__file__).parents[3])
+    paths = [repository, *filter(None, [inherited.get("PYTHONPATH")])]
+    inherited["PYTHONPATH"] = os.pathsep.join(paths)
+    return inherited if devices is None else inherited | {"CUDA_VISIBLE_DEVICES": devices}
 
 
 def run_in_foreground(
@@ -112,11 +119,13 @@ class BenchmarkRunner:
             return
         # A run that was later resumed before this step may have written scores.
         (folder / "scores.json").unlink(missing_ok=True)
-        words = command(self._config, folder / "hf", folder / "scores.json")
-        own = environment("" if self._config.gpu is None else str(self._config.gpu))
+        arguments = command(self._config, folder / "hf", folder / "scores.json")
+        variables = environment("" if self._config.gpu is None else str(self._config.gpu))
         nothing = subprocess.DEVNULL
         with (folder / "log.txt").open("wb") as log:
-            self._process = subprocess.Popen(words, env=own, stdin=nothing, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                arguments, env=variables, stdin=nothing, stdout=log, stderr=log
+            )
         self._step, self._folder = step, folder
 
     def poll(self) -> Evaluation | None:
@@ -140,11 +149,11 @@ class BenchmarkRunner:
                 self._folder / "log.txt",
             )
             return None
-        found = _scores(output, self._folder / "hf", self._step)
-        append_evaluation(self._run_dir, found)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in found.scores.items())
+        evaluation = _scores(output, self._folder / "hf", self._step)
+        append_evaluation(self._run_dir, evaluation)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.scores.items())
         self._logger.info("benchmarks of step %d: %s", self._step, shown)
-        return found
+        return evaluation
 
     @working("waiting for benchmarks")
     def finish(self, stopped: Callable[[], bool]) -> list[Evaluation]:
@@ -158,7 +167,7 @@ class BenchmarkRunner:
         Returns:
             Evaluations that have finished.
         """
-        found: list[Evaluation | None] = []
+        evaluations: list[Evaluation | None] = []
         while True:
             if self._process is None and self._last is not None and not stopped():
                 step, folder = self._last
@@ -177,9 +186,9 @@ class BenchmarkRunner:
                     self._process.wait(WAIT_S)
             self._process.kill()
             self._process.wait()
-            found.append(self.poll())
+            evaluations.append(self.poll())
         self.close()
-        return [evaluation for evaluation in found if evaluation is not None]
+        return [evaluation for evaluation in evaluations if evaluation is not None]
 
     def close(self) -> None:
         """Stop the running evaluation and discard its scores."""
@@ -194,6 +203,6 @@ class BenchmarkRunner:
 
 def _scores(output: Path, export: Path, step: int | None) -> Evaluation:
     """Return the finite scores in the output of lmms-eval."""
-    found = json.loads(output.read_text())
-    numbers = {name: value for name, value in found["scores"].items() if math.isfinite(value)}
-    return Evaluation(str(export), step, numbers, found["samples"])
+    results = json.loads(output.read_text())
+    numbers = {name: value for name, value in results["scores"].items() if math.isfinite(value)}
+    return Evaluation(str(export), step, numbers, results["samples"])

@@ -44,15 +44,15 @@ class GeneratedImage:
 
 def held_out_target_images(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
     """Yield microbatches with `count` images to generate, or fewer if the data have fewer."""
-    left = count
+    remaining = count
     for microbatch in (m for batch in batches for m in batch.microbatches):
-        if left == 0:
+        if remaining == 0:
             return
         inputs = microbatch.generator
         if inputs is None:
             continue
-        images = min(len(inputs.grids_thw), left)
-        left -= images
+        images = min(len(inputs.grids_thw), remaining)
+        remaining -= images
         if images == len(inputs.grids_thw):
             yield microbatch
             continue
@@ -93,7 +93,7 @@ def generate_sample_images(
         is_placeholder = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
         for encoder in microbatch.encoders.values():
             is_placeholder[encoder.positions_K] = True
-        for positions, truth, drawn, grid in zip(
+        for positions, truth, generated, grid in zip(
             inputs.context_positions_K.split(inputs.contexts),
             inputs.patches_PV.split(sizes),
             pixels_PV.split(sizes),
@@ -101,7 +101,7 @@ def generate_sample_images(
             strict=True,
         ):
             ids = microbatch.input_ids_T[positions[~is_placeholder[positions]]].tolist()
-            shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
+            shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, generated))
             drawings.append(GeneratedImage(ids, *shown))
     return drawings
 
@@ -131,9 +131,9 @@ def generate_pixels(
     return x_PV
 
 
-def _broadcast(source: int, found: Tensor | None, like: Tensor) -> Tensor:
+def _broadcast(source: int, local_tensor: Tensor | None, example: Tensor) -> Tensor:
     """Broadcast the tensor of one rank and return it on all ranks."""
-    values = torch.empty_like(like) if found is None else found
+    values = torch.empty_like(example) if local_tensor is None else local_tensor
     dist.broadcast(values, src=source)
     return values
 

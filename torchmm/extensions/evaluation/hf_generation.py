@@ -83,8 +83,8 @@ def generate_held_out_text(
     )
     prompts = list(held_out_prompts(loader, samples, data.validation))
     images = all(encoder.family.modality == "image" for encoder in model.encoder_modules())
-    clips = any(image.duration_ms for prompt in prompts for image in prompt.sample.images)
-    if export.kind is None or clips or not images:
+    has_video = any(image.duration_ms for prompt in prompts for image in prompt.sample.images)
+    if export.kind is None or has_video or not images:
         writer = load_text_generator(export.directory)
         batches = batch_prompts(prompts, batch_size, MAX_BATCH_TOKENS)
         pairs = generate_texts(
@@ -114,11 +114,11 @@ def _generate_with_hugging_face(
     model_class: Any = getattr(transformers, str(export.kind))
     model = model_class.from_pretrained(export.directory, dtype="auto")
     model = model.to(select_device("auto")).eval()
-    ends = set(end_tokens(model.generation_config, tokenizer))
-    ends = ends.union(*(prompt.sample_end_tokens(tokenizer) for prompt in prompts))
-    pad = max(ends) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    end_ids = set(end_tokens(model.generation_config, tokenizer))
+    end_ids = end_ids.union(*(prompt.sample_end_tokens(tokenizer) for prompt in prompts))
+    pad = max(end_ids) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     accepted = inspect.signature(model.forward).parameters
-    found: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
     # A batch has either only prompts with images or only prompts without images.
     for has_images in (True, False):
         numbers = [n for n, prompt in enumerate(prompts) if bool(prompt.row.encoders) == has_images]
@@ -140,13 +140,13 @@ def _generate_with_hugging_face(
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,
-                eos_token_id=sorted(ends),
+                eos_token_id=sorted(end_ids),
                 pad_token_id=pad,
             )
             new_ids = ids[:, inputs["input_ids"].shape[1] :].tolist()
-            for number, own in zip(batch, new_ids, strict=True):
-                found[number] = list(takewhile(lambda token: token not in ends, own))
-    return [found[number] for number in range(len(prompts))]
+            for number, token_ids in zip(batch, new_ids, strict=True):
+                generated[number] = list(takewhile(lambda token: token not in end_ids, token_ids))
+    return [generated[number] for number in range(len(prompts))]
 
 
 def _image_processor(directory: Path) -> Any:
@@ -158,9 +158,11 @@ def _image_processor(directory: Path) -> Any:
         file = directory / name
         table = json.loads(file.read_text()) if file.is_file() else {}
         kind = table.get("image_processor", table).get("image_processor_type", "")
-        found = getattr(transformers, f"{kind.removesuffix('Fast').removesuffix('Pil')}Pil", None)
-        if kind and found is not None:
-            return found.from_pretrained(directory)
+        processor_class = getattr(
+            transformers, f"{kind.removesuffix('Fast').removesuffix('Pil')}Pil", None
+        )
+        if kind and processor_class is not None:
+            return processor_class.from_pretrained(directory)
     return AutoImageProcessor.from_pretrained(directory)
 
 

@@ -56,13 +56,15 @@ class ExportModel(lmms):
         texts = [""] * len(requests)
         lengths = [int(r.args[1].get("max_new_tokens", MAX_NEW_TOKENS)) for r in requests]
         for length in dict.fromkeys(lengths):
-            numbers = [number for number, own in enumerate(lengths) if own == length]
+            numbers = [
+                number for number, request_length in enumerate(lengths) if request_length == length
+            ]
             written = self._generate([requests[number] for number in numbers], length)
-            for number, whole in zip(numbers, written, strict=True):
+            for number, full_text in zip(numbers, written, strict=True):
                 until = requests[number].args[1].get("until", ())
-                text = whole
-                for end in filter(None, [until] if isinstance(until, str) else until):
-                    text = text.split(end, maxsplit=1)[0]
+                text = full_text
+                for stop_text in filter(None, [until] if isinstance(until, str) else until):
+                    text = text.split(stop_text, maxsplit=1)[0]
                 texts[number] = text
         return texts
 
@@ -127,7 +129,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         model = ExportModel(ExportedModel.read(arguments.export), arguments.batch_size)
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=model,
             tasks=arguments.tasks,
             task_manager=TaskManager("ERROR", include_path=arguments.include),
@@ -141,11 +143,11 @@ def main() -> int:
         return error.exit_code
     scores = {
         f"{task}/{metric.partition(',')[0]}": value
-        for task, of_task in found["results"].items()
+        for task, of_task in results["results"].items()
         for metric, value in of_task.items()
         if isinstance(value, int | float) and "_stderr" not in metric
     }
-    samples = {task: counts["effective"] for task, counts in found["n-samples"].items()}
+    samples = {task: counts["effective"] for task, counts in results["n-samples"].items()}
     arguments.output.write_text(json.dumps({"scores": scores, "samples": samples}))
     return 0
 

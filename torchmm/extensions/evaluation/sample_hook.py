@@ -53,10 +53,10 @@ class SampleHook(Hook):
     def after_step(self, done: FinishedStep) -> None:
         """Generate text and images if they are due."""
         step = done.step
-        if self.parts.held_out is None or not self.is_due(step, self._config.interval):
+        if self.components.held_out is None or not self.is_due(step, self._config.interval):
             return
-        with self.training.health.phase(step, "validation"), validated_weights(self.parts):
-            self.parts.model.eval()
+        with self.training.health.phase(step, "validation"), validated_weights(self.components):
+            self.components.model.eval()
             if self._config.num_samples:
                 texts = self._generate_texts(step)
                 scores = source_scores(texts, self.recipe.data.validation)
@@ -66,56 +66,62 @@ class SampleHook(Hook):
                     done.record["word_error_rate"] = score("word_error_rate", answers)
             if self._config.generated_images:
                 self._generate_images(step)
-            self.parts.model.train()
+            self.components.model.train()
 
     def _loader(self) -> Loader:
         """Return a loader of held-out samples. All ranks load and decode the same samples."""
-        parts = self.parts
+        components = self.components
         return build_data(
-            parts.run,
-            parts.model,
-            parts.tokenizer,
-            parts.mesh,
+            components.run,
+            components.model,
+            components.tokenizer,
+            components.mesh,
             validation=True,
             for_prompts=True,
-            samples=parts.held_out,
+            samples=components.held_out,
         )
 
     def _generate_images(self, step: int) -> None:
         """Generate images for held-out text and plot them next to the reference images."""
-        parts = self.parts
-        spec = parts.model.generator_spec()
+        components = self.components
+        spec = components.model.generator_spec()
         assert spec is not None
         prompts = held_out_target_images(self._loader(), self._config.generated_images)
         steps = self._config.denoising_steps
-        drawn = generate_sample_images(parts.pipeline, prompts, spec, parts.mesh, steps)
-        if parts.mesh.rank == 0 and drawn:
-            directory = parts.run_dir / GENERATED_IMAGES_FOLDER
+        generated = generate_sample_images(
+            components.pipeline, prompts, spec, components.mesh, steps
+        )
+        if components.mesh.rank == 0 and generated:
+            directory = components.run_dir / GENERATED_IMAGES_FOLDER
             directory.mkdir(exist_ok=True)
             title = f"generated after step {step} (with the validation images)"
-            shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
+            shown = [(d.truth, d.drawn, d.text(components.tokenizer)) for d in generated]
             plot_generated_images(shown, title, directory / f"step-{step}.png")
 
     def _generate_texts(self, step: int) -> list[GeneratedText]:
         """Return text generated for held-out samples, and write samples.json and captions.png."""
-        parts = self.parts
+        components = self.components
         loader = self._loader()
         training = self.recipe.training
         prompts = held_out_prompts(loader, self._config.num_samples, self.recipe.data.validation)
         max_tokens = training.sequence_length * training.microbatch_size
         batches = batch_prompts(prompts, MAX_BATCH_PROMPTS, max_tokens)
         sampling = Sampling(self._config.max_new_tokens)
-        written = [*generate_texts(parts.pipeline, batches, parts.tokenizer, parts.mesh, sampling)]
-        texts = [generated_text(*pair, parts.tokenizer, loader) for pair in written]
-        if parts.mesh.rank > 0 or not texts:
+        written = [
+            *generate_texts(
+                components.pipeline, batches, components.tokenizer, components.mesh, sampling
+            )
+        ]
+        texts = [generated_text(*pair, components.tokenizer, loader) for pair in written]
+        if components.mesh.rank > 0 or not texts:
             return texts
-        pictures = [loader.images(text.source, text.index)[:1] for text in texts]
+        sample_images = [loader.images(text.source, text.index)[:1] for text in texts]
         names = [
-            write_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
-            for t, images in zip(texts, pictures, strict=True)
+            write_thumbnail(components.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
+            for t, images in zip(texts, sample_images, strict=True)
         ]
         # After a resume, the file may have samples of this and later steps.
-        file = parts.run_dir / SAMPLES_FILE
+        file = components.run_dir / SAMPLES_FILE
         earlier = json.loads(file.read_text()) if file.exists() else []
         samples = [sample for sample in earlier if sample["step"] < step]
         samples += [
@@ -126,10 +132,10 @@ class SampleHook(Hook):
         replace_atomically(file, content.encode())
         shown = [
             (image, text.generated, text.truth)
-            for text, images in zip(texts, pictures, strict=True)
+            for text, images in zip(texts, sample_images, strict=True)
             for image in images
         ]
         if shown:
             title = f"validation images after step {step}"
-            plot_captions(shown, title, parts.run_dir / "captions.png")
+            plot_captions(shown, title, components.run_dir / "captions.png")
         return texts

@@ -39,14 +39,14 @@ def write_thumbnail(
 
 
 def plot_captions(
-    samples: Sequence[tuple[Image.Image, str, str]], title: str, picture: Path
+    samples: Sequence[tuple[Image.Image, str, str]], title: str, image_file: Path
 ) -> None:
     """Plot images with generated and reference captions to a PNG file.
 
     Args:
         samples: Tuples of image, generated text and reference text.
         title: Title of the figure.
-        picture: Path of the PNG file.
+        image_file: Path of the PNG file.
     """
     columns = min(3, len(samples))
     rows = math.ceil(len(samples) / columns)
@@ -60,22 +60,22 @@ def plot_captions(
         written, caption = (textwrap.shorten(t, 120) or "(nothing)" for t in (generated, truth))
         label = f"model: {textwrap.fill(written, 38)}\nreference: {textwrap.fill(caption, 38)}"
         axes.set_title(label.replace("$", r"\$"), fontsize=8, loc="left")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(image_file, dpi=110)
 
 
 def plot_generated_images(
     samples: Sequence[tuple[Sequence[Image.Image], Sequence[Image.Image], str]],
     title: str,
-    picture: Path,
+    image_file: Path,
 ) -> None:
     """Plot generated images above reference images to a PNG file, videos as rows of frames.
 
     Args:
         samples: Tuples of reference frames, generated frames and the text of the prompt.
         title: Title of the figure.
-        picture: Path of the PNG file.
+        image_file: Path of the PNG file.
     """
-    frames = max(len(drawn) for _, drawn, _ in samples)
+    frames = max(len(generated) for _, generated, _ in samples)
     columns = min(len(samples), max(1, 8 // frames))
     rows = math.ceil(len(samples) / columns)
     figure = make_figure(1.7 * columns * frames, 4.0 * rows + 0.4)
@@ -83,13 +83,13 @@ def plot_generated_images(
     grid = figure.subplots(2 * rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for number, (truth, drawn, text) in enumerate(samples):
+    for number, (truth, generated, text) in enumerate(samples):
         row, column = divmod(number, columns)
         caption = textwrap.fill(textwrap.shorten(text, 90) or "(nothing)", 22 * frames)
         grid[2 * row][column].set_title(caption.replace("$", r"\$"), fontsize=7)
-        for place, shown in enumerate((drawn, truth)):
-            grid[2 * row + place][column].imshow(_side_by_side(shown))
-    figure.savefig(picture, dpi=110)
+        for row_index, shown in enumerate((generated, truth)):
+            grid[2 * row + row_index][column].imshow(_side_by_side(shown))
+    figure.savefig(image_file, dpi=110)
 
 
 def _side_by_side(frames: Sequence[Image.Image]) -> Image.Image:

@@ -67,11 +67,11 @@ def source_scores(
     texts: Sequence[GeneratedText], sources: Sequence[SourceConfig]
 ) -> dict[str, float]:
     """Return scores by "SOURCE/SCORE" for the sources with `metrics` and generated text."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name, source in zip(unique_names(sources), sources, strict=True):
         if answers := [text.answer for text in texts if text.source == name]:
-            found |= {f"{name}/{kind}": score(kind, answers) for kind in source.metrics}
-    return found
+            scores |= {f"{name}/{kind}": score(kind, answers) for kind in source.metrics}
+    return scores
 
 
 def held_out_prompts(
@@ -88,12 +88,12 @@ def held_out_prompts(
         sources: Sources of the samples.
     """
     scored = {n for n, s in zip(unique_names(sources), sources, strict=True) if s.metrics}
-    found = 0
+    yielded = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
         for prompt in split_prompts(microbatch):
             if not prompt.row.encoders and prompt.sample.source not in scored:
                 continue
-            if found == count:
+            if yielded == count:
                 return
-            found += 1
+            yielded += 1
             yield prompt

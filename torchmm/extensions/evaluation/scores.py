@@ -68,7 +68,9 @@ def vqa_accuracy(answers: Sequence[Answer]) -> float:
             total += any(same)
         else:
             agreeing = sum(same)
-            total += sum(min(1.0, (agreeing - own) / VQA_AGREEING) for own in same) / len(same)
+            total += sum(
+                min(1.0, (agreeing - other_matches) / VQA_AGREEING) for other_matches in same
+            ) / len(same)
     return total / len(answers)
 
 
@@ -83,8 +85,13 @@ def word_error_rate(answers: Sequence[Answer]) -> float:
     errors = total = 0
     for answer in answers:
         written = _words(answer.written)
-        found = [(_edits(written, words), len(words)) for words in map(_words, answer.references)]
-        edits, length = min(found, key=lambda pair: (pair[0] / max(1, pair[1]), -pair[1]))
+        edits_and_lengths = [
+            (_edits(written, words_of_reference), len(words_of_reference))
+            for words_of_reference in map(_words, answer.references)
+        ]
+        edits, length = min(
+            edits_and_lengths, key=lambda pair: (pair[0] / max(1, pair[1]), -pair[1])
+        )
         errors, total = errors + edits, total + length
     if not total:
         raise ValueError(f"the references of {len(answers)} samples contain no words")
@@ -102,13 +109,17 @@ def cider(answers: Sequence[Answer]) -> float:
     "don't" into two words.
     """
     references = [[_n_grams(r) for r in a.references] for a in answers]
-    seen = Counter(gram for own in references for gram in set().union(*own))
-    rarity = {gram: log(len(answers)) - log(count) for gram, count in seen.items()}
+    document_counts = Counter(
+        gram for grams_of_references in references for gram in set().union(*grams_of_references)
+    )
+    rarity = {gram: log(len(answers)) - log(count) for gram, count in document_counts.items()}
     unseen = log(len(answers))
     total = 0.0
-    for answer, own in zip(answers, references, strict=True):
+    for answer, grams_of_references in zip(answers, references, strict=True):
         written = _TfIdfVector(_n_grams(answer.written), rarity, unseen)
-        total += sum(written.similarity(_TfIdfVector(r, rarity, unseen)) for r in own) / len(own)
+        total += sum(
+            written.similarity(_TfIdfVector(r, rarity, unseen)) for r in grams_of_references
+        ) / len(grams_of_references)
     return 10 * total / len(answers)
 
 
@@ -153,7 +164,7 @@ class _TfIdfVector:
         self._weights: list[dict[tuple[str, ...], float]] = [{} for _ in range(N_GRAMS)]
         for gram, count in grams.items():
             self._weights[len(gram) - 1][gram] = count * rarity.get(gram, unseen)
-        self._norms = [sqrt(sum(w * w for w in own.values())) for own in self._weights]
+        self._norms = [sqrt(sum(w * w for w in weights.values())) for weights in self._weights]
         # The length is the number of word pairs, as in the original implementation.
         self._length = sum(count for gram, count in grams.items() if len(gram) == 2)
 
@@ -164,14 +175,15 @@ class _TfIdfVector:
         """
         total = 0.0
         for n in range(N_GRAMS):
-            theirs = reference._weights[n]
+            reference_weights = reference._weights[n]
             common = sum(
-                min(w, theirs.get(g, 0.0)) * theirs.get(g, 0.0) for g, w in self._weights[n].items()
+                min(w, reference_weights.get(g, 0.0)) * reference_weights.get(g, 0.0)
+                for g, w in self._weights[n].items()
             )
             norms = self._norms[n] * reference._norms[n]
             total += common / norms if norms else 0.0
-        apart = self._length - reference._length
-        return total / N_GRAMS * exp(-(apart**2) / (2 * LENGTH_SIGMA**2))
+        length_difference = self._length - reference._length
+        return total / N_GRAMS * exp(-(length_difference**2) / (2 * LENGTH_SIGMA**2))
 
 
 _CONTRACTIONS = """
@@ -213,9 +225,11 @@ def vqa_normalize(text: str) -> str:
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
     text = " ".join(text.split("\n")).replace("\t", " ").strip()
     bare = text
-    for mark in _PUNCTUATION:
-        beside_space = f"{mark} " in text or f" {mark}" in text
-        bare = bare.replace(mark, "" if beside_space or _COMMA_IN_NUMBER.search(text) else " ")
+    for punctuation in _PUNCTUATION:
+        beside_space = f"{punctuation} " in text or f" {punctuation}" in text
+        bare = bare.replace(
+            punctuation, "" if beside_space or _COMMA_IN_NUMBER.search(text) else " "
+        )
     bare = re.sub(r"\.(?!\d)", "", bare)
     words = (_NUMBERS.get(word, word) for word in bare.split())
     return " ".join(

@@ -144,8 +144,8 @@ class EnergonSource:
             return value
         if self._folder.kind in CHATS and name != "conversation":
             return None  # files are optional in chats
-        wanted = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
-        raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
+        locations = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
+        raise CorruptSampleError(f"has no {locations} for field {name}, only {', '.join(parts)}")
 
 
 def open_folder(directory: Directory, split: str) -> EnergonFolder:
@@ -159,7 +159,7 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
         directory = directory.absolute()
     find = _file_finder(directory)
     meta = {name: find(f"{META}/{name}") for name in ("dataset.yaml", "split.json", "split.yaml")}
-    found = [file for file in meta.values() if file is not None]
+    files = [file for file in meta.values() if file is not None]
     kind, fields = _read_kind(
         _require_file(meta["dataset.yaml"], f"{directory}/{META}/dataset.yaml")
     )
@@ -189,7 +189,7 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
         of_shard, _, key = entry.rpartition("/")
         if of_shard and (shard := find(_relative(of_shard, f"{file}: exclude"))) is not None:
             left_out.setdefault(shard, set()).add(key)
-    return EnergonFolder(directory, kind, fields, shards, found, left_out)
+    return EnergonFolder(directory, kind, fields, shards, files, left_out)
 
 
 def _require_file(file: AnyFile | None, name: str) -> AnyFile:
@@ -279,8 +279,8 @@ class _Loader(yaml.SafeLoader):
 
 def _load(file: AnyFile) -> dict[str, Any]:
     try:
-        found = yaml.load(file.read_bytes(), _Loader)
-        nodes = _count_nodes(found, {})
+        content = yaml.load(file.read_bytes(), _Loader)
+        nodes = _count_nodes(content, {})
     except (OSError, yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(
             f"{file} cannot be read: {str(error)[:500]}; run energon prepare again"
@@ -290,9 +290,9 @@ def _load(file: AnyFile) -> dict[str, Any]:
             f"{file} has {nodes:.3g} values once its aliases are written out, at most "
             f"{MAX_NODES:,} are supported; run energon prepare again"
         )
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{file} is not a mapping; run energon prepare again")
-    return found
+    return content
 
 
 def _count_nodes(value: Any, counts: dict[int, int]) -> int:
@@ -313,25 +313,27 @@ def _count_nodes(value: Any, counts: dict[int, int]) -> int:
     return counts[id(value)]
 
 
-def _relative(name: str, where: str) -> str:
+def _relative(name: str, location: str) -> str:
     try:
-        return require_relative_name(name, where)
+        return require_relative_name(name, location)
     except UnsafeNameError as error:
         raise DataError(str(error)) from error
 
 
-def _expand(names: Any, where: str) -> list[str]:
+def _expand(names: Any, location: str) -> list[str]:
     """Return names with shell braces written out, such as part_{000..002}.tar and {a,b}.tar.
 
     Args:
         names: List of names, as read from the file.
-        where: File and key, for messages.
+        location: File and key, for messages.
 
     Raises:
         DataError: It is not a list of names, or the names would fill the memory.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where} = {names!r:.200} is not a list of names; write one name per line")
+        raise DataError(
+            f"{location} = {names!r:.200} is not a list of names; write one name per line"
+        )
     expanded: list[str] = []
     characters = 0
     for name in names:
@@ -351,8 +353,8 @@ def _expand(names: Any, where: str) -> list[str]:
         characters += count * len(name)
         if characters > MAX_CHARACTERS:
             raise DataError(
-                f"{where}: {name!r:.200} stands for {count:.3g} names; at most {MAX_CHARACTERS:,} "
-                "characters of names are supported"
+                f"{location}: {name!r:.200} stands for {count:.3g} names; at most "
+                f"{MAX_CHARACTERS:,} characters of names are supported"
             )
         written = [
             [f"{n:0{piece[1]}d}" for n in piece[0]] if isinstance(piece, tuple) else piece
@@ -391,13 +393,13 @@ def _question(fields: Columns, _: Parts) -> Columns:
 
 def _interleaved(fields: Columns, parts: Parts) -> Columns:
     """Return columns of interleaved text and images, in one sequence or in two lists with gaps."""
-    found = fields.get("sequence", fields)
-    if isinstance(found, dict):
-        return _with_members(found, parts)
-    if not isinstance(found, list):
-        raise CorruptSampleError(f"sequence is {type(found).__name__}, not a list")
-    files = [parts.get(item.lower()) if isinstance(item, str) else None for item in found]
-    texts = [item if file is None else None for item, file in zip(found, files, strict=True)]
+    sequence = fields.get("sequence", fields)
+    if isinstance(sequence, dict):
+        return _with_members(sequence, parts)
+    if not isinstance(sequence, list):
+        raise CorruptSampleError(f"sequence is {type(sequence).__name__}, not a list")
+    files = [parts.get(item.lower()) if isinstance(item, str) else None for item in sequence]
+    texts = [item if file is None else None for item, file in zip(sequence, files, strict=True)]
     return {"images": files, "texts": texts}
 
 

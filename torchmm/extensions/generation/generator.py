@@ -136,7 +136,7 @@ class DitModule(GeneratorModule):
         assert self.spec.latents is not None
         return self.family.autoencoder(self.spec.latents, self.spec.dtype)
 
-    def bare(self) -> DitModule:
+    def build_without_adapters(self) -> DitModule:
         return DitModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:
@@ -356,13 +356,13 @@ def pad_sequences(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | No
     return x_NLD, padding_mask(lengths, x_NLD)
 
 
-def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
+def padding_mask(lengths: list[int], example: Tensor) -> Tensor | None:
     """Return an additive mask (N, 1, L), or None without padding.
 
     The mask is 0 for items and `PADDING_BIAS` for padding.
     """
     if len(set(lengths)) == 1:
         return None
-    counts_N1 = to_device(torch.tensor(lengths), like.device)[:, None]
-    is_item_NL = torch.arange(max(lengths), device=like.device) < counts_N1
-    return torch.where(is_item_NL, 0.0, PADDING_BIAS).to(like.dtype)[:, None]
+    counts_N1 = to_device(torch.tensor(lengths), example.device)[:, None]
+    is_item_NL = torch.arange(max(lengths), device=example.device) < counts_N1
+    return torch.where(is_item_NL, 0.0, PADDING_BIAS).to(example.dtype)[:, None]

@@ -130,8 +130,8 @@ class LatentEncoder(nn.Module):
 
     def _encode(self, pixels_FCHW: Tensor) -> Tensor:
         """Return means and log variances of the latents, (F, 2 C, H, W)."""
-        found = self.encoder(pixels_FCHW)
-        return found if self.quant_conv is None else self.quant_conv(found)
+        encoded = self.encoder(pixels_FCHW)
+        return encoded if self.quant_conv is None else self.quant_conv(encoded)
 
 
 class LatentDecoder(nn.Module):
@@ -162,11 +162,11 @@ class LatentDecoder(nn.Module):
         """
         dtype = next(self.decoder.parameters()).dtype
         pixels = []
-        for own, grid in zip(latents_AV.split([prod(g) for g in grids]), grids, strict=True):
-            latents_FCHW = to_images(self.spec.unscaled(own).to(dtype), grid, self.spec.side)
+        for latents_PV, grid in zip(latents_AV.split([prod(g) for g in grids]), grids, strict=True):
+            latents_FCHW = to_images(self.spec.unscaled(latents_PV).to(dtype), grid, self.spec.side)
             for part in latents_FCHW.split(self.spec.sizes.encode_batch_size):
-                given = part if self.post_quant_conv is None else self.post_quant_conv(part)
-                pixels.append(to_patches(self.decoder(given), self.spec.side_px).float())
+                decoder_input = part if self.post_quant_conv is None else self.post_quant_conv(part)
+                pixels.append(to_patches(self.decoder(decoder_input), self.spec.side_px).float())
         return torch.cat(pixels)
 
 

@@ -50,7 +50,7 @@ def generate_requested_images(
         raise ConfigError(
             "this model has no generator; use a run or checkpoint of a model with a generator"
         )
-    found: dict[int, list[Image.Image]] = {}
+    frames_by_request: dict[int, list[Image.Image]] = {}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -69,16 +69,16 @@ def generate_requested_images(
             problems += batch.skipped
             for microbatch in (m for m in batch.microbatches if m.generator is not None):
                 numbers = [s.index for s in microbatch.meta.samples for _ in s.generated]
-                drawn = generate_sample_images(
+                generated = generate_sample_images(
                     writer.pipeline, [microbatch], spec, writer.mesh, steps
                 )
-                found |= zip(numbers, (each.drawn for each in drawn), strict=True)
-            if len(found) == len(requests):
+                frames_by_request |= zip(numbers, (image.drawn for image in generated), strict=True)
+            if len(frames_by_request) == len(requests):
                 break
-    if lost := [r.label for number, r in enumerate(requests) if number not in found]:
+    if lost := [r.label for number, r in enumerate(requests) if number not in frames_by_request]:
         why = "; ".join(problems) or f"longer than {max_prompt_tokens} tokens"
         raise DataError(f"{', '.join(lost)} cannot be used as prompts: {why}")
-    return [found[number] for number in range(len(requests))]
+    return [frames_by_request[number] for number in range(len(requests))]
 
 
 def save_image(frames: Sequence[Image.Image], stem: Path) -> Path:
@@ -102,10 +102,10 @@ def _write_blank_image(folder: Path, spec: GeneratorSpec) -> str:
 def _with_target_image(request: Request, blank: str) -> Request:
     """Return the request with its text as the caption of the blank image."""
     record = dict(request.record)
-    words = record.pop("prompt", "")
-    if not isinstance(words, str) or not words:
+    text = record.pop("prompt", "")
+    if not isinstance(text, str) or not text:
         raise ConfigError(
             f"{request.label}: image generation requires a text prompt; use --prompt TEXT"
         )
     record.pop("completion", None)
-    return replace(request, record={**record, "text": words, COLUMN: blank})
+    return replace(request, record={**record, "text": text, COLUMN: blank})

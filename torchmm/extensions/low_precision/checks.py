@@ -22,11 +22,11 @@ def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
     if recipe.training.dtype != "bfloat16" and not float8.emulate:
         text = 'requires bfloat16 outputs; set training.dtype = "bfloat16" or float8.emulate'
         yield Problem(key, float8.scaling, text, ("training.dtype", "float8.emulate"))
-    cut = parallel.placement != "interleaved" or parallel.pipeline > 1
+    is_split = parallel.placement != "interleaved" or parallel.pipeline > 1
     colocated = parallel.placement == "colocated"
     order = parallel.llm_schedule if colocated else parallel.schedule
     schedule = find_schedule(order)
-    if cut and schedule is not None and schedule.splits_backward:
+    if is_split and schedule is not None and schedule.splits_backward:
         text = (
             f'"{order}" splits each backward pass in two, which float8 matmuls do not support; '
             "use another schedule"
@@ -52,7 +52,7 @@ def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
                 'scaling "rowwise"'
             )
             yield Problem("parallel.llm.context", parallel.context, text, (key,))
-        if name != LLM and cut:
+        if name != LLM and is_split:
             text = (
                 f"the images that share a scale in {name!r} depend on the plan; remove the module"
             )

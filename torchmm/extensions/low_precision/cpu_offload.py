@@ -69,13 +69,13 @@ class OffloadTransfer:
         streams.end()
 
     def _visits(self, hosts: Sequence[Sequence[Tensor]]) -> list[_ChunkTransfer]:
-        room_bytes = max((sum(_aligned_bytes(t) for t in own) for own in hosts), default=0)
+        room_bytes = max((sum(_aligned_bytes(t) for t in tensors) for tensors in hosts), default=0)
         count = min(_NUM_BUFFERS, len(hosts))
         slots = [
             _DeviceBuffer(torch.empty(room_bytes, dtype=torch.uint8, device=self._device))
             for _ in range(count)
         ]
-        return [_ChunkTransfer(own, slots[i % count]) for i, own in enumerate(hosts)]
+        return [_ChunkTransfer(tensors, slots[i % count]) for i, tensors in enumerate(hosts)]
 
 
 @dataclass

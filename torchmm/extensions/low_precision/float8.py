@@ -73,7 +73,11 @@ class Float8Converter(ModelConverter):
 
 def find_float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
     """Return the linear layers of this stage that the recipe computes in float8."""
-    return [linear for own in _by_layer(module, config).values() for linear in own]
+    return [
+        linear
+        for linears_of_layer in _by_layer(module, config).values()
+        for linear in linears_of_layer
+    ]
 
 
 def describe_float8_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
@@ -84,12 +88,12 @@ def describe_float8_linears(module: LayeredModule, config: Float8Config) -> dict
     if not config.applies_to(module.name):
         return {}
     calls = {"rowwise": 14, "tensorwise": 11}[config.scaling]
-    found = {}
+    linears_by_layer = {}
     for index, linears in _by_layer(module, config).items():
         sizes = {(linear.in_features, linear.out_features) for linear in linears}
         if sizes:
-            found[index] = Rounded(tuple(sorted(sizes)), calls, not config.emulate)
-    return found
+            linears_by_layer[index] = Rounded(tuple(sorted(sizes)), calls, not config.emulate)
+    return linears_by_layer
 
 
 def _by_layer(module: LayeredModule, config: Float8Config) -> dict[int, list[nn.Linear]]:
@@ -121,8 +125,8 @@ def float8_problems(
         device: Device of the run.
         tensor: Tensor-parallel sizes above 1, by module.
     """
-    wanted = [module for module in modules if config.applies_to(module.name)]
-    if not wanted:
+    float8_modules = [module for module in modules if config.applies_to(module.name)]
+    if not float8_modules:
         return []
     if importlib.util.find_spec("torchao") is None:
         return [
@@ -130,7 +134,7 @@ def float8_problems(
             f"{install_command('float8')}"
         ]
     problems = [] if config.emulate else _device_problems(config, device)
-    for module in wanted:
+    for module in float8_modules:
         if not find_float8_linears(module, config):
             problems.append(
                 f"float8.modules: {module.name!r} has no linear layer for float8: it must not "

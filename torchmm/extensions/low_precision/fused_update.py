@@ -206,8 +206,8 @@ def _numbers(
     found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the float32 numbers of `_adamw`, one row per piece, and the (P, 4) int32 keys."""
-    own = ((piece.lr, piece.weight_decay, float(as_int32(piece.name_key))) for piece in pieces)
-    host_P6 = torch.tensor([[*numbers, *constants] for numbers in own], dtype=torch.float64)
+    values = ((piece.lr, piece.weight_decay, float(as_int32(piece.name_key))) for piece in pieces)
+    host_P6 = torch.tensor([[*numbers, *constants] for numbers in values], dtype=torch.float64)
     steps_P = torch.stack([piece.step for piece in pieces])
     host_P6 = to_device(host_P6, steps_P.device)
     return _compiled(_scalars)(steps_P, host_P6, grad_scale, found_inf)
@@ -247,13 +247,13 @@ def _update_joined(group: Sequence[UpdateSlice], tables: Sequence[Tensor]) -> No
         if any(piece.padding for piece in group):
             buffer.fill_(fill)
         buffers.append(buffer.view(-1, width))
-        for (tensor, _, _), room in zip(parts, buffer.split(sizes), strict=True):
-            if tensor.shape[0] > 1 and room.numel() > tensor.numel():
+        for (tensor, _, _), target in zip(parts, buffer.split(sizes), strict=True):
+            if tensor.shape[0] > 1 and target.numel() > tensor.numel():
                 stored.append(tensor)
-                copies.append(room.view(tensor.shape[0], -1)[:, : tensor.shape[1]])
+                copies.append(target.view(tensor.shape[0], -1)[:, : tensor.shape[1]])
             else:
                 stored.append(tensor.view(-1))
-                copies.append(room[: tensor.numel()])
+                copies.append(target[: tensor.numel()])
     _copy_all(copies, stored)
     rows = torch.cat([piece.places.rows_R for piece in group])
     columns = torch.cat([piece.places.columns_C for piece in group])
@@ -299,11 +299,11 @@ def _update_units(
         tensor if tensor.shape[1] == 1 else tensor.view(-1, BLOCK) for tensor in tensors
     )
     rows, columns = lines
-    places, keys, numbers = (
+    unit_positions, keys, numbers = (
         table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
         for table in tables
     )
-    first_unit, first_row, first_column, per_row, column_count, _ = places
+    first_unit, first_row, first_column, per_row, column_count, _ = unit_positions
     unit_U = torch.arange(target.shape[0], device=target.device) - first_unit
     column_UW = (unit_U % per_row * BLOCK)[:, None] + torch.arange(BLOCK, device=target.device)
     column_UW = column_UW.minimum((column_count - 1).view(-1, 1))  # padding
@@ -321,7 +321,7 @@ def _adamw(
     kind: GraphKey,
     gradient: Tensor,
     stored: Sequence[StoredTensors],
-    places: ShardPositions,
+    positions: ShardPositions,
     keys: Sequence[Tensor],
     numbers: Sequence[Tensor],
 ) -> None:
@@ -344,7 +344,7 @@ def _adamw(
     value = value * decay + negative_step * exp_avg / denominator
     results = (value, exp_avg, exp_avg_sq)
     for form, old, new, key in zip(kind.forms, stored, results, keys, strict=True):
-        for suffix, encoded in form.encode(new, RandomBits(places, key)).items():
+        for suffix, encoded in form.encode(new, RandomBits(positions, key)).items():
             old[suffix].copy_(torch.where(found_inf == 0, encoded, old[suffix]))
 
 

@@ -92,8 +92,8 @@ class LowPrecisionOptimizer(RunOptimizer):
         self._config = config
         self._dtype = dtype
         self._keys = {number: crc32(name.encode()) for number, name in names.items()}
-        every = (local_tensor(p) for group in self.param_groups for p in group["params"])
-        device = next((own.device for own in every), None)
+        parameters = (local_tensor(p) for group in self.param_groups for p in group["params"])
+        device = next((parameter.device for parameter in parameters), None)
         self._visits = OffloadTransfer(device) if config.offload and device is not None else None
         self._fuses = device is not None and uses_fused_update(device)
         self._places: dict[int, ShardPositions] = {}
@@ -105,16 +105,16 @@ class LowPrecisionOptimizer(RunOptimizer):
         return block_problems(module, tensor) if config.state_dtype == "int8" else []
 
     def new_state(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        own = local_tensor(parameter)
-        found = {"step": torch.zeros((), device=own.device)}
+        local = local_tensor(parameter)
+        state = {"step": torch.zeros((), device=local.device)}
         for moment, form in self._forms(parameter, group["rule"]).items():
-            wholes = form.shapes(parameter.shape)
-            for suffix, (shape, dtype) in form.shapes(own.shape).items():
-                zeros = self._zeros(shape, dtype, own.device)
+            full_shapes = form.shapes(parameter.shape)
+            for suffix, (shape, dtype) in form.shapes(local.shape).items():
+                zeros = self._zeros(shape, dtype, local.device)
                 if isinstance(parameter, DTensor):
-                    zeros = placed_like(zeros, parameter, wholes[suffix][0])
-                found[moment + suffix] = zeros
-        return found
+                    zeros = placed_like(zeros, parameter, full_shapes[suffix][0])
+                state[moment + suffix] = zeros
+        return state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -128,8 +128,8 @@ class LowPrecisionOptimizer(RunOptimizer):
                 continue
             if group["rule"] == "muon":
                 rounds = [
-                    [_ParameterSlice(parameter, slice(None)) for parameter in turn]
-                    for turn in group_by_mesh_size(parameters)
+                    [_ParameterSlice(parameter, slice(None)) for parameter in batch]
+                    for batch in group_by_mesh_size(parameters)
                 ]
                 for portion, states in self._at_hand(rounds, "muon"):
                     self._muon(group, portion, states)
@@ -154,8 +154,8 @@ class LowPrecisionOptimizer(RunOptimizer):
             for parameter in parameters:
                 if parameter not in self.state:
                     self.state[parameter] = self.new_state(parameter, group)
-        every = (parameter for parameters in updated for parameter in parameters)
-        count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
+        all_parameters = (parameter for parameters in updated for parameter in parameters)
+        count_step([self.state[parameter]["step"] for parameter in all_parameters], self.found_inf)
 
     def _at_hand(
         self, portions: list[list[_ParameterSlice]], rule: UpdateRule
@@ -167,16 +167,21 @@ class LowPrecisionOptimizer(RunOptimizer):
             return
 
         def hosts(portion: list[_ParameterSlice]) -> list[Tensor]:
-            every = (self._stored(piece, rule) for piece in portion)
-            return [tensor for own in every for one in own.values() for tensor in one.values()]
+            stored_states = (self._stored(piece, rule) for piece in portion)
+            return [
+                tensor
+                for state in stored_states
+                for one in state.values()
+                for tensor in one.values()
+            ]
 
         for portion, copies in self._visits.each(portions, hosts):
-            left = iter(copies)
+            remaining = iter(copies)
             yield (
                 portion,
                 [
                     {
-                        moment: {suffix: next(left) for suffix in stored}
+                        moment: {suffix: next(remaining) for suffix in stored}
                         for moment, stored in self._stored(piece, rule).items()
                     }
                     for piece in portion
@@ -221,7 +226,10 @@ class LowPrecisionOptimizer(RunOptimizer):
         values = [self._parameter_form(p.parameter).read({"": p.of(p.parameter)}) for p in portion]
         forms = [self._forms(piece.parameter, "adamw") for piece in portion]
         moments = {
-            name: [own[name].read(stored[name]) for own, stored in zip(forms, states, strict=True)]
+            name: [
+                format_of[name].read(stored[name])
+                for format_of, stored in zip(forms, states, strict=True)
+            ]
             for name in _MOMENTS["adamw"]
         }
         beta1, beta2 = self._config.betas
@@ -267,8 +275,10 @@ class LowPrecisionOptimizer(RunOptimizer):
             )
             moments.append(moment)
             updates.append(update.view(local_tensor(piece.parameter).shape))
-        made = orthogonalize_distributed(updates, [piece.parameter for piece in portion])
-        for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
+        orthogonalized = orthogonalize_distributed(updates, [piece.parameter for piece in portion])
+        for piece, stored, moment, update in zip(
+            portion, states, moments, orthogonalized, strict=True
+        ):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
             apply_matrix_update(value, update, piece.parameter.shape, group, self.found_inf)
             self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
@@ -346,19 +356,19 @@ def _portions(
     """Yield all rows in chunks of about `size` elements, by default `CHUNK_ELEMENTS`."""
     size = size or CHUNK_ELEMENTS
     portion: list[_ParameterSlice] = []
-    left = size
+    remaining = size
     for parameter in parameters:
         rows, columns = as_rows(local_tensor(parameter)).shape
         if not columns:
             continue
         start = 0
         while start < rows:
-            stop = min(rows, start + max(1, left // columns))
+            stop = min(rows, start + max(1, remaining // columns))
             portion.append(_ParameterSlice(parameter, slice(start, stop)))
-            left -= (stop - start) * columns
+            remaining -= (stop - start) * columns
             start = stop
-            if left <= 0:
+            if remaining <= 0:
                 yield portion
-                portion, left = [], size
+                portion, remaining = [], size
     if portion:
         yield portion

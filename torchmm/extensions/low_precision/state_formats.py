@@ -68,14 +68,15 @@ def as_rows(local: Tensor) -> Tensor:
 def shard_positions(tensor: Tensor) -> ShardPositions:
     """Return the int32 positions of the local shard of a parameter, on the parameter device."""
     device = local_tensor(tensor).device
-    found = [torch.arange(own.start, own.stop, device=device) for own in local_slices(tensor)] or [
-        torch.zeros(1, dtype=torch.int64, device=device)
-    ]
+    indices = [
+        torch.arange(local_slice.start, local_slice.stop, device=device)
+        for local_slice in local_slices(tensor)
+    ] or [torch.zeros(1, dtype=torch.int64, device=device)]
     rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for dim, numbers in enumerate(found[:-1]):
+    for dim, numbers in enumerate(indices[:-1]):
         stride = prod(tensor.shape[dim + 1 : -1])
         rows = (rows[:, None] + stride * numbers).flatten()
-    return ShardPositions(rows.int(), found[-1].int())
+    return ShardPositions(rows.int(), indices[-1].int())
 
 
 def as_int32(bits: int) -> int:
@@ -261,15 +262,15 @@ def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
     inputs = {
         round(local_linears(layer, tensor)[name][0])
         for layer in dict.fromkeys(module.layers)
-        for name, (whole, _) in local_linears(layer, 1).items()
-        if local_linears(layer, tensor)[name][0] != whole
+        for name, (full_size, _) in local_linears(layer, 1).items()
+        if local_linears(layer, tensor)[name][0] != full_size
     }
     return [
-        f'optimizer.state_dtype = "int8": with parallel.tensor = {tensor}, a rank has {own} '
+        f'optimizer.state_dtype = "int8": with parallel.tensor = {tensor}, a rank has {num_inputs} '
         f"input features of linear layers of {module.name!r}, which is not a multiple of the "
         f'block size {BLOCK}; use "bfloat16" or another tensor-parallel degree'
-        for own in sorted(inputs)
-        if own % BLOCK
+        for num_inputs in sorted(inputs)
+        if num_inputs % BLOCK
     ]
 
 

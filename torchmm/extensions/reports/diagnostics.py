@@ -49,8 +49,8 @@ class DiagnosticsHook(Hook):
         keys = ReportKeys.from_parent(self.recipe.metrics)
         self._snapshot_step = keys.memory_snapshot_step
         self._timeline_step = min(keys.timeline_step, self.recipe.training.steps)
-        self._is_cuda = self.parts.mesh.device.type == "cuda"
-        self._profile_dir = self.parts.run_dir / "profile"
+        self._is_cuda = self.components.mesh.device.type == "cuda"
+        self._profile_dir = self.components.run_dir / "profile"
         self._profiler: profile | None = None
         self._profiling = ExitStack()
         if self._profile_step or self._snapshot_step:
@@ -86,11 +86,11 @@ class DiagnosticsHook(Hook):
         self._profiling.close()
 
     def _profile_file(self, name: str, suffix: str) -> str:
-        return str(self._profile_dir / f"{name}-rank-{self.parts.mesh.rank}.{suffix}")
+        return str(self._profile_dir / f"{name}-rank-{self.components.mesh.rank}.{suffix}")
 
     def _save_timeline(self, step: int, done: FinishedStep) -> None:
         """Write records, trace and figures of a pipeline step. Collective."""
-        parts = self.parts
+        parts = self.components
         if parts.mesh.pipeline_size == 1:
             return
         directory = parts.run_dir / TIMELINE_FOLDER
@@ -106,7 +106,7 @@ class DiagnosticsHook(Hook):
 
     def _save_memory(self, step: int, done: FinishedStep) -> None:
         """Write measured and predicted peak memory of all ranks. Collective."""
-        parts = self.parts
+        parts = self.components
         predicted_bytes = predict_peak_bytes(
             parts.run, parts.pipeline, parts.mesh, done.outcome.plan, done.batch.microbatches
         )

@@ -112,18 +112,18 @@ def is_outermost_list(model: nn.Module, name: str) -> bool:
 
 def layer_signature(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
     """Return the modules and settings of a layer without sizes, equal for layers of one type."""
-    marks: set[tuple[Any, ...]] = set()
+    signature_items: set[tuple[Any, ...]] = set()
     for name, part in layer.named_modules():
-        place = re.sub(r"\d+", "n", name)
-        marks.add((place, type(part).__name__))
+        module_name = re.sub(r"\d+", "n", name)
+        signature_items.add((module_name, type(part).__name__))
         for key, value in vars(part).items():
             if key.startswith("_") or key in _INDEX:
                 continue
             if isinstance(value, str):
-                marks.add((place, key, value))
+                signature_items.add((module_name, key, value))
             elif value is None or isinstance(value, (bool, int, float)):
-                marks.add((place, key, bool(value)))
-    return frozenset(marks)
+                signature_items.add((module_name, key, bool(value)))
+    return frozenset(signature_items)
 
 
 def shrink_value(name: str, value: Any) -> Any:
@@ -159,10 +159,10 @@ def small_config(
     settings = config.to_dict()
     settings |= {name: 0.0 for name, value in settings.items() if is_random_rate(name, value)}
     with torch.device("meta"):
-        whole = layers_of(AutoConfig.for_model(**settings))
-    kinds = [layer_signature(layer) for layer in whole]
+        all_layers = layers_of(AutoConfig.for_model(**settings))
+    kinds = [layer_signature(layer) for layer in all_layers]
     needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    count = min(max(needed, 3), MAX_COPY_LAYERS, len(whole))
+    count = min(max(needed, 3), MAX_COPY_LAYERS, len(all_layers))
     small = AutoConfig.for_model(**shrunk(config, count))
     with torch.device("meta"):
         layers = layers_of(small)
@@ -221,34 +221,34 @@ def find_mechanisms(config: PreTrainedConfig) -> list[str]:
     """Return the unusual mechanisms of a model that its module names show."""
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _encoder_mechanisms(config)
-    found = []
+    mechanisms = []
     if getattr(config, "is_encoder_decoder", False):
-        found.append("separate encoder and decoder")
+        mechanisms.append("separate encoder and decoder")
     if config.get_text_config() is not config:
         inner = config.get_text_config().model_type
-        found.append(f"several components (its text component is {inner!r})")
+        mechanisms.append(f"several components (its text component is {inner!r})")
     if getattr(config, "alibi", False) or "attn_config" in config.to_dict():
-        found.append("biases by distance (ALiBi)")
-    names = "\n".join(_module_names(config, whole=True))
-    found += [what for pattern, what in _MECHANISMS if re.search(pattern, names, re.MULTILINE)]
-    return found
+        mechanisms.append("biases by distance (ALiBi)")
+    names = "\n".join(_module_names(config, full_names=True))
+    mechanisms += [what for pattern, what in _MECHANISMS if re.search(pattern, names, re.MULTILINE)]
+    return mechanisms
 
 
 def _encoder_mechanisms(config: PreTrainedConfig) -> list[str]:
     """Return the unusual mechanisms of an encoder or multimodal model."""
-    names = "\n".join(_module_names(config, whole=True))
-    found = [
+    names = "\n".join(_module_names(config, full_names=True))
+    mechanisms = [
         what for pattern, what in _ENCODER_MECHANISMS if re.search(pattern, names, re.MULTILINE)
     ]
     if config.model_type == "timm_wrapper":
-        found.append("a backbone of another library (timm)")
+        mechanisms.append("a backbone of another library (timm)")
     windows = ("window_size", "window_block_indexes", "num_windows")
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     if any(getattr(part, name, None) for part in parts for name in windows):
-        found.append("attention in windows")
+        mechanisms.append("attention in windows")
     if any(isinstance(getattr(config, name, None), list) for name in ("depths", "hidden_sizes")):
-        found.append("stages of several widths")
-    return list(dict.fromkeys(found))
+        mechanisms.append("stages of several widths")
+    return list(dict.fromkeys(mechanisms))
 
 
 def most_similar_family(config: PreTrainedConfig, families: Collection[str]) -> str:
@@ -256,20 +256,21 @@ def most_similar_family(config: PreTrainedConfig, families: Collection[str]) -> 
     names = _module_names(config)
 
     def likeness(model_type: str) -> float:
-        other = _module_names(CONFIG_MAPPING[model_type]())
-        return len(names & other) / max(len(names | other), 1)
+        other_names = _module_names(CONFIG_MAPPING[model_type]())
+        return len(names & other_names) / max(len(names | other_names), 1)
 
-    shares = {model_type: likeness(model_type) for model_type in families}
-    best = max(shares, key=lambda model_type: shares[model_type])
-    return best if shares[best] else ""
+    similarities = {model_type: likeness(model_type) for model_type in families}
+    best = max(similarities, key=lambda model_type: similarities[model_type])
+    return best if similarities[best] else ""
 
 
-def _module_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
+def _module_names(config: PreTrainedConfig, full_names: bool = False) -> set[str]:
     """Return the names of modules and weights of a model.
 
     Args:
         config: Config of the model.
-        whole: Whether to return full names. Otherwise, only names inside of layers are returned.
+        full_names: Whether to return full names. Otherwise, only names inside of layers are
+            returned.
     """
     try:
         with torch.device("meta"):
@@ -279,7 +280,7 @@ def _module_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
     except Exception:  # raised by classes that need more than a config
         return set()
     names = [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())]
-    places = {re.sub(r"\.\d+(?=\.|$)", ".n", name) for name in names}
-    if whole:
-        return places
-    return {name.partition(".n.")[2] for name in places if ".n." in name}
+    module_names = {re.sub(r"\.\d+(?=\.|$)", ".n", name) for name in names}
+    if full_names:
+        return module_names
+    return {name.partition(".n.")[2] for name in module_names if ".n." in name}

@@ -38,7 +38,7 @@ def small_llm_config(config: PreTrainedConfig, layers: str) -> PreTrainedConfig:
 def shrink_llm_settings(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Return the settings of a small copy of a causal LM with a number of layers."""
     settings = config.to_dict()
-    usual = {own: name for name, own in config.attribute_map.items()}
+    usual = {own_name: name for name, own_name in config.attribute_map.items()}
     small: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -60,15 +60,17 @@ def shrink_llm_settings(config: PreTrainedConfig, layers: int) -> dict[str, Any]
 
 def _shrink_heads(config: PreTrainedConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of heads and rotary embeddings of a small copy."""
-    own = config.attribute_map
+    attribute_map = config.attribute_map
     heads = config.num_attention_heads
     usual = getattr(config, "head_dim", None) in (None, config.hidden_size // heads)
     size = 8 if usual or "qk_rope_head_dim" in settings else 16
-    names = (own.get(name, name) for name in ("head_dim", "global_head_dim", "swa_head_dim"))
+    names = (
+        attribute_map.get(name, name) for name in ("head_dim", "global_head_dim", "swa_head_dim")
+    )
     small: dict[str, Any] = {name: size for name in names if settings.get(name)}
     groups = getattr(config, "num_key_value_heads", None)
     if isinstance(groups, int):
-        key = own.get("num_key_value_heads", "num_key_value_heads")
+        key = attribute_map.get("num_key_value_heads", "num_key_value_heads")
         small[key] = 4 if groups == heads else min(groups, 2)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(settings.get(key), dict):
@@ -99,7 +101,7 @@ def shrink_encoder_settings(
         layers: Number of layers of the copy.
         patches_per_row: Patches per row of an image.
     """
-    usual = {own: name for name, own in config.attribute_map.items()}
+    usual = {own_name: name for name, own_name in config.attribute_map.items()}
     small = {
         key: shrink_value(usual.get(key, key), value)
         for key, value in config.to_dict().items()

@@ -152,8 +152,10 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
         if adapter not in sources:
             continue
         source = Path(sources[adapter]) / files.directory.relative_to(adapter)
-        if found := list(_adapter_problems(source, files.spec, set(files.names.values()))):
-            problems += found
+        if adapter_problems := list(
+            _adapter_problems(source, files.spec, set(files.names.values()))
+        ):
+            problems += adapter_problems
             continue
         with safe_open(source / WEIGHTS_FILE, "pt") as opened:
             parameters = (
@@ -199,9 +201,9 @@ def _adapter_directories(model: MultimodalModel) -> Iterator[_AdapterDirectory]:
                 for linear, linear_spec in module.adapters.items():
                     if linear_spec.adapter != adapter:
                         continue
-                    theirs = hf_name(prefixes, module.name, f"{linear}.weight")
-                    assert theirs is not None, linear
-                    path = theirs.removesuffix(".weight")
+                    hf_parameter = hf_name(prefixes, module.name, f"{linear}.weight")
+                    assert hf_parameter is not None, linear
+                    path = hf_parameter.removesuffix(".weight")
                     targets.append(path)
                     for part in parts:
                         name = f"base_model.model.{path}.{_PEFT_NAMES[part]}"

@@ -100,9 +100,9 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
             raise ConfigError(problems)
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, *MODEL_ERRORS) as error:
-        here = Path(name).is_dir()
+        is_local = Path(name).is_dir()
         elsewhere = (
-            "" if here else " (not a local directory, so requested from the Hugging Face Hub)"
+            "" if is_local else " (not a local directory, so requested from the Hugging Face Hub)"
         )
         raise ConfigError(
             f"[{key}] source = {source!r} has no readable config.json{elsewhere}; use a local "
@@ -138,8 +138,8 @@ def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) ->
     """Return the config for `settings`, of which `written` are the settings in the recipe."""
     model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), 1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ConfigError(f"[{key}] config: model_type = {model_type!r} is unknown{hint}")
     if unknown := _unknown_keys(f"{key}.config", CONFIG_MAPPING[model_type], written):
         raise ConfigError(unknown)
@@ -149,7 +149,7 @@ def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) ->
         return AutoConfig.for_model(**settings)
     except MODEL_ERRORS as error:
         reason = " ".join(str(error).split())
-        causes = find_causes(settings, error, lambda given: AutoConfig.for_model(**given))
+        causes = find_causes(settings, error, lambda values: AutoConfig.for_model(**values))
         raise ConfigError(
             f"[{key}] config is not a valid {model_type!r} config: {reason}"
             + (f"; correct {causes}" if causes else "")
@@ -166,8 +166,8 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
     for name, value in settings.items():
         part = defaults.get(name)
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            similar = difflib.get_close_matches(name, sorted(known), 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
             problems.append(f"[{key}] {name!r} is not a key of {kind.model_type!r}{hint}")
         elif isinstance(part, PreTrainedConfig) and isinstance(value, dict):
             inner_type = str(value.get("model_type", part.model_type))

@@ -73,10 +73,10 @@ def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
             if numbers and len(numbers) != layers:
                 problems.append(f"{name} has {len(numbers)} entries, but {of_count} = {layers}")
         elif _LAYER_INDEX_KEYS.fullmatch(name) and not name.startswith("_"):
-            beyond = [n for n in numbers if isinstance(n, int) and not 0 <= n < layers]
-            if beyond:
+            invalid = [n for n in numbers if isinstance(n, int) and not 0 <= n < layers]
+            if invalid:
                 problems.append(
-                    f"{name} = {numbers}: layer {beyond[0]} does not exist with {of_count} = "
+                    f"{name} = {numbers}: layer {invalid[0]} does not exist with {of_count} = "
                     f"{layers}"
                 )
     first = settings.get("first_k_dense_replace") or 0

@@ -74,16 +74,16 @@ _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "axial", "mrope", "su"}
 """Those of transformers, and older names that config classes translate."""
 
 
-def value_problems(where: str, settings: ConfigDict) -> list[str]:
+def value_problems(location: str, settings: ConfigDict) -> list[str]:
     """Return a message for each value of a config that no model class can use.
 
     Only values that are wrong for every model are found. Keys that are not known are ignored.
 
     Args:
-        where: Section or file, for the messages.
+        location: Section or file, for the messages.
         settings: Config as in the recipe or in config.json, with nested tables.
     """
-    return [f"{where}: {problem}" for problem in _nested_problems("", settings, 0)]
+    return [f"{location}: {problem}" for problem in _nested_problems("", settings, 0)]
 
 
 def _nested_problems(above: str, settings: ConfigDict, depth: int) -> Iterator[str]:
@@ -244,10 +244,10 @@ def _iter_values(
 
 
 def _without_key(settings: ConfigDict, path: KeyPath) -> ConfigDict:
-    first, *rest = path
-    if not rest:
+    first, *remaining = path
+    if not remaining:
         return {name: value for name, value in settings.items() if name != first}
-    return {**settings, first: _without_key(settings[first], tuple(rest))}
+    return {**settings, first: _without_key(settings[first], tuple(remaining))}
 
 
 def _truncate_repr(value: Any) -> str:

@@ -99,24 +99,24 @@ class TrainedWeights:
             by_rank = [None] * dist.get_world_size()
             dist.all_gather_object(by_rank, list(local))
         first_with = {name: r for r in reversed(range(len(by_rank))) for name in by_rank[r]}
-        for prefix, module, name, like in named_full_tensors(model):
+        for prefix, module, name, example in named_full_tensors(model):
             if not is_selected(name):
                 continue
             # All ranks with a part take part in the collective of a DTensor.
             tensor = local.get(f"{prefix}.{name}")
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             first = first_with[f"{prefix}.{name}"]
             if first > 0 and rank == first:
-                assert whole is not None
-                dist.send(whole.detach().contiguous(), dst=0)
+                assert full_tensor is not None
+                dist.send(full_tensor.detach().contiguous(), dst=0)
             value = None
             if rank == 0:
                 if first > 0:
-                    whole = torch.empty_like(like, device=device)
-                    dist.recv(whole, src=first)
-                assert whole is not None
-                value = whole.detach().cpu()
-            del whole  # frees device memory before the next tensor is gathered
+                    full_tensor = torch.empty_like(example, device=device)
+                    dist.recv(full_tensor, src=first)
+                assert full_tensor is not None
+                value = full_tensor.detach().cpu()
+            del full_tensor  # frees device memory before the next tensor is gathered
             yield module, name, value
 
     def clone_tensors(self, values: list[Tensor]) -> list[Tensor]:
@@ -151,11 +151,11 @@ def named_full_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredMod
     """
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
-            whole = module.rebuild()
-        tied = whole.tied_parameters()
-        for name, like in whole.state_dict().items():
+            full_module = module.rebuild()
+        tied = full_module.tied_parameters()
+        for name, example in full_module.state_dict().items():
             if name not in tied:
-                yield prefix, module, name, like
+                yield prefix, module, name, example
 
 
 def export_hf(
@@ -164,7 +164,7 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     weights: WeightSource = TRAINED_WEIGHTS,
     shard_bytes: int | None = None,
-    ends: Collection[int] = (),
+    end_tokens: Collection[int] = (),
 ) -> None:
     """Write `model` in Hugging Face format. Collective; rank 0 writes.
 
@@ -174,7 +174,7 @@ def export_hf(
         tokenizer: Tokenizer to save with the model.
         weights: Source of the weights.
         shard_bytes: Maximum size of a weight file. If None, use the default of Hugging Face.
-        ends: Ids of tokens that end a text, in addition to the EOS token of the tokenizer.
+        end_tokens: Ids of tokens that end a text, in addition to the EOS token of the tokenizer.
 
     Raises:
         ConfigError: The tokenizer lacks the placeholder token of the model.
@@ -187,7 +187,7 @@ def export_hf(
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for export in exports:
-            _set_end_tokens(export, tokenizer, ends)
+            _set_end_tokens(export, tokenizer, end_tokens)
             _save(model, export, shard_bytes, weights)
         if model.generator is not None:
             model.generator.save_settings(directory / GENERATOR)
@@ -271,17 +271,17 @@ def _collect_weights(
         if not writes:
             continue
         assert value is not None
-        whole = value
+        full_tensor = value
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in module.adapters:
-            whole = merge_lora(value, adapters[module.name][linear], module.adapters[linear])
-            check_range(whole, value, f"{module.name}.{name}")
+            full_tensor = merge_lora(value, adapters[module.name][linear], module.adapters[linear])
+            check_range(full_tensor, value, f"{module.name}.{name}")
         for export in exports:
-            if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
-                export.weights[theirs] = whole
+            if (hf_parameter := hf_name(export.prefixes, module.name, name)) is not None:
+                export.weights[hf_parameter] = full_tensor
                 break
         else:
-            connectors.setdefault(module.name, {})[name] = whole
+            connectors.setdefault(module.name, {})[name] = full_tensor
     return connectors
 
 
@@ -364,15 +364,15 @@ def _save(
     for module in model.encoder_modules():
         if module.unused and module.name in export.prefixes:
             for name, value in _unused_weights(module).items():
-                theirs = hf_name(export.prefixes, module.name, name)
-                assert theirs is not None
-                export.weights[theirs] = value
+                hf_parameter = hf_name(export.prefixes, module.name, name)
+                assert hf_parameter is not None
+                export.weights[hf_parameter] = value
     loaded = export.hf.load_state_dict(export.weights, strict=False, assign=True)
     if isinstance(export.hf, PreTrainedModel):
         export.hf.tie_weights()
     tensors = export.hf.state_dict()
-    left = [name for name in loaded.missing_keys if tensors[name].is_meta]
-    assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
+    not_loaded = [name for name in loaded.missing_keys if tensors[name].is_meta]
+    assert not not_loaded and not loaded.unexpected_keys, (not_loaded, loaded.unexpected_keys)
     settings: dict[str, Any] = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     tower = f"{_TOWER}vision_model." if _has_nested_clip_names(model, export) else _TOWER
     named = {name.replace(_TOWER, tower, 1): x for name, x in export.hf.state_dict().items()}

@@ -62,9 +62,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy the local shard of the unsharded tensor `whole` into `target`."""
-    local_tensor(target).copy_(whole[local_slices(target)])
+def copy_slice(target: Tensor, full_tensor: Tensor) -> None:
+    """Copy the local shard of the unsharded tensor `full_tensor` into `target`."""
+    local_tensor(target).copy_(full_tensor[local_slices(target)])
 
 
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -89,13 +89,13 @@ class ParameterPiece(NamedTuple):
     @property
     def shapes(self) -> list[list[int]]:
         """The shapes that the tensor may have in the files."""
-        whole = list(self.tensor.shape)
+        full_shape = list(self.tensor.shape)
         if self.share[1] > 1:
-            return [[self.share[1] * whole[0], *whole[1:]], whole]
+            return [[self.share[1] * full_shape[0], *full_shape[1:]], full_shape]
         if self.stacked:
-            return [whole, [whole[0], whole[2], whole[1]]]
+            return [full_shape, [full_shape[0], full_shape[2], full_shape[1]]]
         if self.expert is None:
-            return [whole]
+            return [full_shape]
         return [[self.rows.stop - self.rows.start, self.tensor.shape[2]]]
 
     def fill(self, stored: Any) -> None:
@@ -137,10 +137,10 @@ def _pieces_of_parameter(
 ) -> Iterator[tuple[str, ParameterPiece]]:
     group, _, leaf = owner.rpartition(".")
     if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
-        shares = (
+        fused = (
             (parts, part) for _, parts in files.fused_tensors for part in parts if part in owner
         )
-        parts, part = next(shares, (("",), ""))
+        parts, part = next(fused, (("",), ""))
         yield owner, ParameterPiece(owner, tensor, share=(parts.index(part), len(parts)))
         return
     if files.stacked_experts:
@@ -332,15 +332,17 @@ def names_in_files(
     """
     weights = weights or module.weights
     with torch.device("meta"):
-        known = set(parameter_pieces(module.bare())) | module.unused
+        known = set(parameter_pieces(module.build_without_adapters())) | module.unused
     names: dict[str, str] = {}
     for name in files:
         for pattern, replacement in weights.renames:
-            ours, count = re.subn(f"^(?:{pattern})", replacement, name)
+            module_name, count = re.subn(f"^(?:{pattern})", replacement, name)
             if count:
                 for old, new in weights.legacy_names:
-                    ours = re.sub(old, new, ours)
-                parameters = [part for part in _fused_parameters(ours, weights) if part in known]
+                    module_name = re.sub(old, new, module_name)
+                parameters = [
+                    part for part in _fused_parameters(module_name, weights) if part in known
+                ]
                 names |= dict.fromkeys(parameters, name)
                 break
     return names
@@ -359,14 +361,14 @@ def _match(
 ) -> tuple[dict[str, tuple[list[list[int]], str]], list[str]]:
     """Return {name: (shapes, name in the files)} for all stages of a module, and missing names."""
     with torch.device("meta"):
-        whole = module.bare()
-    tied = whole.tied_parameters()
+        full_module = module.build_without_adapters()
+    tied = full_module.tied_parameters()
     stored, missing = {}, []
-    for name, piece in parameter_pieces(whole).items():
+    for name, piece in parameter_pieces(full_module).items():
         source = module.weights
-        for given in module.extra_weights:
-            if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
-                source = given
+        for extra in module.extra_weights:
+            if name.startswith(tuple(prefix for prefix, _ in extra.hf_prefixes)):
+                source = extra
                 break
         if name in tied or source is not weights:
             continue

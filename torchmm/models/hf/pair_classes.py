@@ -84,8 +84,10 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     hf_class = _class_of(spec, llm.config)
 
     def build_hf(spec: EncoderSpec, config: PreTrainedConfig, token_id: int) -> PreTrainedModel:
-        plain = _class_of(spec, config)
-        return plain.kind._from_config(plain.config(token_id), attn_implementation="eager")
+        small_class = _class_of(spec, config)
+        return small_class.kind._from_config(
+            small_class.config(token_id), attn_implementation="eager"
+        )
 
     name = hf_class.kind.__name__
     return class_difference(spec, llm, name, hf_class.encoder_files, build_hf) or hf_class

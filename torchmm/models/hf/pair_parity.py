@@ -106,20 +106,20 @@ def _difference(pair: _Pair) -> float:
         llm_hidden_size=llm_config.hidden_size,
         dtype=torch.float32,
     )
-    plain = pair.build_hf(spec, llm_config, _PLACEHOLDER).eval()
-    randomize(plain)
+    hf_model = pair.build_hf(spec, llm_config, _PLACEHOLDER).eval()
+    randomize(hf_model)
     llm = LlmModule(llm_config, pair.llm_family, torch.float32, LLAVA_LLM).eval()
     encoder = EncoderModule(spec, pair.encoder_files).eval()
 
     # Copy the weights of the Hugging Face model by their names in the export.
-    weights = plain.state_dict()
+    weights = hf_model.state_dict()
     for module in (llm, encoder):
         values: dict[str, Any] = {}
         tied = module.tied_parameters()
         for name in module.state_dict():
-            theirs = module.weights.hf_name(name)
-            if theirs is not None and theirs in weights:
-                values[name] = weights[theirs]
+            hf_parameter = module.weights.hf_name(name)
+            if hf_parameter is not None and hf_parameter in weights:
+                values[name] = weights[hf_parameter]
             elif name not in tied:
                 raise ConfigError(f"it has no weight for {module.name}.{name}")
         module.load_state_dict(values, strict=False)
@@ -145,5 +145,5 @@ def _difference(pair: _Pair) -> float:
     meta = MicrobatchMeta((), length)
     batch = Microbatch(ids, targets, everywhere, [0, length], inputs, meta)
     logits = llm.logits(batch, features, everywhere)
-    expected = plain(input_ids=ids[None], use_cache=False, **hf_inputs).logits[0]
+    expected = hf_model(input_ids=ids[None], use_cache=False, **hf_inputs).logits[0]
     return ((logits - expected).norm() / expected.norm()).item()

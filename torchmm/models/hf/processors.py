@@ -79,10 +79,10 @@ def save_processor(
         if model.composite is None and hasattr(processor, "crop_to_patches"):
             # The class does not support tiles and rejects outputs that count them. This processor
             # does the same to a full image. vLLM reads a crop size from the one of LLaVA.
-            of_tiles = processor.to_dict()
-            settings_of_resize = {key: of_tiles[key] for key in _RESIZE_SETTINGS}
+            tiled = processor.to_dict()
+            settings_of_resize = {key: tiled[key] for key in _RESIZE_SETTINGS}
             processor = _processor_class(_RESIZE_PROCESSOR)(
-                **settings_of_resize, crop_size=of_tiles["size"]
+                **settings_of_resize, crop_size=tiled["size"]
             )
         processor.save_pretrained(directory)
         if settings:
@@ -94,11 +94,9 @@ def save_processor(
     # In some classes, tokens around placeholders are also settings of the processor.
     settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
     _update_json(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
-    cut = any(encoder.spec.tiles is not None for encoder in encoders)
-    of_pictures = {} if cut else written.untiled_settings(model.composite, encoders)
-    _update_json(
-        directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures}
-    )
+    is_tiled = any(encoder.spec.tiles is not None for encoder in encoders)
+    untiled = {} if is_tiled else written.untiled_settings(model.composite, encoders)
+    _update_json(directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **untiled})
     if written.video:
         image_settings = json.loads((directory / PREPROCESSOR_FILE).read_text())
         sizes = {key: image_settings[key] for key in _FRAME_SETTINGS if key in image_settings}
@@ -121,8 +119,8 @@ def image_processor(encoder: EncoderModule) -> Any:
 
 def _processor_class(name: str) -> Any:
     """Return a Hugging Face processor class, in its Pillow version if available."""
-    plain = name.removesuffix("Fast").removesuffix("Pil")
-    return getattr(transformers, f"{plain}Pil", None) or getattr(transformers, plain)
+    base_name = name.removesuffix("Fast").removesuffix("Pil")
+    return getattr(transformers, f"{base_name}Pil", None) or getattr(transformers, base_name)
 
 
 def _copy_files(source: str, directory: Path) -> None:
@@ -130,9 +128,9 @@ def _copy_files(source: str, directory: Path) -> None:
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
         file = Path(source) / name
         if not Path(source).is_dir():
-            place, revision = split_revision(source)
+            repo_or_path, revision = split_revision(source)
             try:
-                file = Path(hf_hub_download(place, name, revision=revision))
+                file = Path(hf_hub_download(repo_or_path, name, revision=revision))
             except (EntryNotFoundError, HFValidationError, OSError):
                 continue  # the file does not exist
         if file.is_file():
@@ -162,13 +160,13 @@ def processor_tokens(
     known = {index: token for token, index in vocabulary.items()}
 
     def found() -> Iterator[tuple[str, str | None]]:
-        for name, where in written.tokens.items():
-            if where is None:
+        for name, token_or_key in written.tokens.items():
+            if token_or_key is None:
                 yield name, known.get(-1 if placeholder is None else placeholder)
-            elif where in vocabulary:
-                yield name, where
+            elif token_or_key in vocabulary:
+                yield name, token_or_key
             else:
-                index = getattr(config, where, None)
+                index = getattr(config, token_or_key, None)
                 yield name, known.get(index) if isinstance(index, int) else None
 
     return {name: token for name, token in found() if token is not None}

@@ -196,10 +196,19 @@ def _attend_segments(
         )
         starts = s.cu_seqlens
         longest = s.max_length
-        back = window - 1
-        reach = (back, 0) if causal else (-1, -1)
+        past_tokens = window - 1
+        window_size = (past_tokens, 0) if causal else (-1, -1)
         out = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **_GROUPED
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=scale,
+            window_size=window_size,
+            **_GROUPED,
         )
         assert isinstance(out, Tensor)
         return out[..., :features]
@@ -208,10 +217,10 @@ def _attend_segments(
     outs = []
     for run in iter_segment_runs(host):
         q, k, v = (run.view(x) for x in inputs)
-        plain = s.blocks_T is None and not window
-        mask = None if plain else run.visible_keys(causal, window, s.blocks_T, q.device)
+        is_maskless = s.blocks_T is None and not window
+        mask = None if is_maskless else run.visible_keys(causal, window, s.blocks_T, q.device)
         out = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal and plain, scale=scale, enable_gqa=True
+            q, k, v, mask, is_causal=causal and is_maskless, scale=scale, enable_gqa=True
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)

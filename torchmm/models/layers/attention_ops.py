@@ -50,13 +50,13 @@ class SegmentRun(NamedTuple):
         """
         at_S = torch.arange(self.length, device=device)
         behind_SS = at_S[:, None] - at_S
-        seen = behind_SS >= 0 if causal else torch.ones_like(behind_SS, dtype=torch.bool)
+        visible = behind_SS >= 0 if causal else torch.ones_like(behind_SS, dtype=torch.bool)
         if blocks_T is not None:
             part = blocks_T[self.start : self.start + self.segments * self.length]
             blocks = part.view(self.segments, 1, self.length)
             same = blocks[..., :, None] == blocks[..., None, :]
-            seen = seen | (same & (blocks[..., :, None] >= 0))
-        return seen & (behind_SS < window) if window else seen
+            visible = visible | (same & (blocks[..., :, None] >= 0))
+        return visible & (behind_SS < window) if window else visible
 
 
 def iter_segment_runs(cu_seqlens: Tensor) -> Iterator[SegmentRun]:
@@ -73,13 +73,13 @@ def iter_segment_runs(cu_seqlens: Tensor) -> Iterator[SegmentRun]:
 
 
 def _bias(
-    run: SegmentRun, like: Tensor, causal: bool, window: int, blocks: Tensor | None
+    run: SegmentRun, example: Tensor, causal: bool, window: int, blocks: Tensor | None
 ) -> Tensor | None:
     """Return the bias of the scores, or None if the causal mask of the kernel suffices."""
     if blocks is None and (not window or window >= run.length):
         return None  # a window as long as the segment masks no key
-    seen = run.visible_keys(causal, window, blocks, like.device)
-    return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
+    visible = run.visible_keys(causal, window, blocks, example.device)
+    return torch.zeros(visible.shape, dtype=example.dtype).masked_fill_(~visible, -torch.inf)
 
 
 @torch.library.custom_op("torchmm::packed_attention", mutates_args=(), device_types="cpu")
@@ -271,8 +271,8 @@ def _masked_keys(
     run: SegmentRun, q: Tensor, causal: bool, window: int, blocks_T: Tensor | None
 ) -> Tensor:
     """Return the mask of hidden keys, bool: (S, S) or (N, 1, 1, S, S)."""
-    seen = run.visible_keys(causal, window, blocks_T, q.device)
-    return ~(seen if blocks_T is None else seen[:, :, None])
+    visible = run.visible_keys(causal, window, blocks_T, q.device)
+    return ~(visible if blocks_T is None else visible[:, :, None])
 
 
 def _attention_weights(
@@ -292,9 +292,9 @@ def _attention_weights(
     scores = (q @ k.transpose(-1, -2)) * scale
     slope = torch.ones((), device=q.device, dtype=q.dtype)
     if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores = bent * softcap
-        slope = 1 - bent.square()
+        capped = torch.tanh(scores / softcap)
+        scores = capped * softcap
+        slope = 1 - capped.square()
     scores = scores.masked_fill(hidden, -torch.inf)
     dtype = _lse_dtype(q)
     if sinks_H is None:
@@ -330,13 +330,15 @@ def capped_attention_backward(
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
         hidden = _masked_keys(run, q, causal, window, blocks_T)
         # Recomputed, because saved scores would need S x S values per head and segment.
-        slope, weights, sunk = _attention_weights(q, k, hidden, scale, softcap, sinks_H)
+        slope, weights, sink_weights = _attention_weights(q, k, hidden, scale, softcap, sinks_H)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
         # Gradient of softmax, then of c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
         mean = (weights * of_weights).sum(-1, keepdim=True)
         of_scores = (weights * (of_weights - mean)).to(q.dtype) * slope * scale
-        if sunk is not None:
-            of_sinks[0] -= (sunk * mean.squeeze(-1)).sum((0, 3)).flatten().to(of_sinks[0].dtype)
+        if sink_weights is not None:
+            of_sinks[0] -= (
+                (sink_weights * mean.squeeze(-1)).sum((0, 3)).flatten().to(of_sinks[0].dtype)
+            )
         parts = (  # R query heads share each key and value head, whose gradients are sums
             of_scores @ k,
             (of_scores.transpose(-1, -2) @ q).sum(2, keepdim=True),

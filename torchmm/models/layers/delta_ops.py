@@ -181,8 +181,8 @@ def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor
         right: Right-hand sides.
         transposed: Whether to solve the transposed system.
     """
-    left = system.transpose(-1, -2) if transposed else system
-    return torch.linalg.solve_triangular(left, right, upper=transposed, unitriangular=True)
+    matrix = system.transpose(-1, -2) if transposed else system
+    return torch.linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
 
 
 def _normalized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ class _Scan(NamedTuple):
 
 def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
     decayed_key = c.key * c.decay_to_end
-    whole = c.decay_from_start[:, :, -1:]
+    chunk_decay = c.decay_from_start[:, :, -1:]
     states = c.key.new_empty(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     written = torch.empty_like(c.value)
     state = torch.zeros_like(states[: layout.rounds[0]])
@@ -218,7 +218,7 @@ def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
         state = state[:count]
         states[part] = state
         written[part] = c.new[part] - c.read[part] @ state
-        state = state * whole[part] + decayed_key[part].transpose(-1, -2) @ written[part]
+        state = state * chunk_decay[part] + decayed_key[part].transpose(-1, -2) @ written[part]
     return _Scan(states, written, [*last, state])
 
 
@@ -359,10 +359,10 @@ def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tu
     of_decay += (of_grown_query * grown_query).sum(
         -1, keepdim=True, dtype=exact
     ) + read_key * c.beta
-    whole = (of_states * scan.states).sum((-2, -1), dtype=exact)[..., None] * c.decay_from_start[
-        :, :, -1
-    ]
-    of_decay[:, :, -1] += whole + to_end.sum(2)
+    of_chunk_decay = (of_states * scan.states).sum((-2, -1), dtype=exact)[
+        ..., None
+    ] * c.decay_from_start[:, :, -1]
+    of_decay[:, :, -1] += of_chunk_decay + to_end.sum(2)
     of_decay = of_decay.flip(2).cumsum(2).flip(2)
     return of_query, of_key, right_new * c.beta, of_decay, of_beta
 
@@ -375,16 +375,18 @@ def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tenso
     """Return gradients of written values (C, H, L, V) and of states after chunks (C, H, K, V)."""
     rest_key = c.key * c.decay_to_end
     grown_query = c.query * c.decay_from_start
-    whole = c.decay_from_start[:, :, -1:]
+    chunk_decay = c.decay_from_start[:, :, -1:]
     of_written = c.scores.transpose(-1, -2) @ grad
     of_states = c.key.new_zeros(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     before: Tensor | None = None
     for part in reversed(list(layout.slices())):
         if before is not None:  # for segments with a chunk in the next round
             of_states[part.start : part.start + len(before)] = before
-        behind = of_states[part]
-        of_written[part] += rest_key[part] @ behind
-        before = grown_query[part].transpose(-1, -2) @ grad[part] + behind * whole[part]
+        of_next_state = of_states[part]
+        of_written[part] += rest_key[part] @ of_next_state
+        before = (
+            grown_query[part].transpose(-1, -2) @ grad[part] + of_next_state * chunk_decay[part]
+        )
         before -= c.read[part].transpose(-1, -2) @ of_written[part]
     return of_written, of_states
 

@@ -57,8 +57,8 @@ class RouterBalance:
         if not self.scale or not torch.is_grad_enabled():
             return output
         loss = balancing_loss(logits_TE, experts_TK, self.sequence_ranks)
-        share = getattr(router, "balance_share", 1.0)
-        factor = self.coefficient * self.scale * share * len(logits_TE) / self.layers
+        fraction = getattr(router, "balance_share", 1.0)
+        factor = self.coefficient * self.scale * fraction * len(logits_TE) / self.layers
         weights_TK, _ = _JoinGradient.apply(weights_TK, loss, factor)
         return logits_TE, weights_TK, experts_TK
 
@@ -138,7 +138,7 @@ class ExpertLoads:
         self._layers = len(parts)
         self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
         self._loads_LE: Tensor | None = None
-        self._layer_indices = {part: place for place, part in enumerate(parts)}
+        self._layer_indices = {part: index for index, part in enumerate(parts)}
         for part in parts:  # one shared hook, so that all layers share compiled graphs
             part.register_forward_pre_hook(self._count)
 

@@ -64,12 +64,12 @@ class PackedCache(DynamicCache):
             self.lengths = lengths
             if len(lengths) > 1:
                 longest = max(lengths)
-                places = [
-                    row * longest + place
+                slots = [
+                    row * longest + slot
                     for row, length in enumerate(lengths)
-                    for place in range(longest - length, longest)
+                    for slot in range(longest - length, longest)
                 ]
-                self._places_T = to_device(torch.tensor(places), device)
+                self._places_T = to_device(torch.tensor(slots), device)
             return
         if lengths != [1] * len(self.lengths):
             raise ValueError(
@@ -78,22 +78,22 @@ class PackedCache(DynamicCache):
             )
         self.lengths = [length + 1 for length in self.lengths]
 
-    def visible_keys(self, kept: int, window: int) -> Tensor | None:
+    def visible_keys(self, num_keys: int, window: int) -> Tensor | None:
         """Return the mask (B, S), bool, of the keys that the newest token of a prompt attends to.
 
         The mask is None if each token attends to all keys.
 
         Args:
-            kept: Number S of cached keys.
+            num_keys: Number S of cached keys.
             window: Maximum number of keys that a token attends to. Use 0 for all.
         """
-        key = kept, window
+        key = num_keys, window
         if key not in self._masks:
             visible = [min(length, window or length) for length in self.lengths]
             self._masks[key] = None
-            if min(visible) < kept:
+            if min(visible) < num_keys:
                 visible_B = to_device(torch.tensor(visible), self._device)
-                back_S = torch.arange(kept - 1, -1, -1, device=self._device)
+                back_S = torch.arange(num_keys - 1, -1, -1, device=self._device)
                 self._masks[key] = back_S < visible_B[:, None]
         return self._masks[key]
 
@@ -161,17 +161,17 @@ def cached_attention(
     prompts, groups, _, width = key_BGSD.shape
     # Query heads that share a key head become queries of one head, so keys are not repeated.
     query_BGRD = query_1HBD.transpose(0, 2).reshape(prompts, groups, -1, width)
-    seen = None if visible_BS is None else visible_BS[:, None, None]
+    visible = None if visible_BS is None else visible_BS[:, None, None]
     if softcap is None and sinks_H is None:
         out = functional.scaled_dot_product_attention(
-            query_BGRD, key_BGSD, value_BGSD, seen, scale=scale
+            query_BGRD, key_BGSD, value_BGSD, visible, scale=scale
         )
         return out.reshape(1, prompts, -1, out.shape[3])
     scores = query_BGRD @ key_BGSD.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     if sinks_H is not None:
         sinks = sinks_H.to(scores.dtype).view(1, groups, -1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)

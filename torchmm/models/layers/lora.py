@@ -111,8 +111,8 @@ class Lora(nn.Module):
         """
         part = self.part
         down_RI, up_OR = part.shard_down(self.down), part.shard_rows(self.up)
-        few = functional.linear(part.shard_input(x), down_RI) * self.spec.scale
-        product = functional.linear(few, up_OR)
+        reduced = functional.linear(part.shard_input(x), down_RI) * self.spec.scale
+        product = functional.linear(reduced, up_OR)
         if self.magnitude is None:
             return output + product
         squares_O = self.squares(linear, down_RI.detach(), up_OR.detach())

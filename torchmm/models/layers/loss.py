@@ -294,8 +294,8 @@ def _is_fused(logits_LV: Tensor) -> bool:
     torch.compile would make another graph for a single row. Subclasses of tensors, like shards of a
     vocabulary, have their own operators.
     """
-    plain = type(logits_LV) is Tensor and logits_LV.is_contiguous() and len(logits_LV) > 1
-    return plain and uses_fused_loss(logits_LV.device)
+    is_plain_tensor = type(logits_LV) is Tensor and logits_LV.is_contiguous() and len(logits_LV) > 1
+    return is_plain_tensor and uses_fused_loss(logits_LV.device)
 
 
 def _cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:

@@ -101,15 +101,15 @@ def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> 
         filters_CW: (C, W), filters.
         segments: Segments of the sequence.
     """
-    reach = filters_CW.shape[1] - 1
+    padding = filters_CW.shape[1] - 1
     tokens = len(x_TC)
     starts = segments.cu_seqlens
     at_T = torch.arange(tokens, device=x_TC.device)
     # Position of each output in the padded result. `starts` is complete, with at least two values,
     # because torch.compile specializes graphs for sizes 0 and 1.
-    out_T = at_T + reach * (torch.bucketize(at_T, starts, right=True) - 1)
-    spaced_PC = x_TC.new_zeros(tokens + reach * (len(starts) - 1), x_TC.shape[1])
-    spaced_PC = spaced_PC.index_copy(0, out_T + reach, x_TC)
+    out_T = at_T + padding * (torch.bucketize(at_T, starts, right=True) - 1)
+    spaced_PC = x_TC.new_zeros(tokens + padding * (len(starts) - 1), x_TC.shape[1])
+    spaced_PC = spaced_PC.index_copy(0, out_T + padding, x_TC)
     out_CP = functional.conv1d(
         spaced_PC.T[None].to(filters_CW.dtype), filters_CW[:, None], groups=len(filters_CW)
     )[0]

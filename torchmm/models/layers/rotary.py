@@ -88,8 +88,8 @@ def _rotate_by_sample(
     is_long_T = lengths_T > limit
     short = forward(position_ids=position_ids.masked_fill(is_long_T, 0), **kwargs)
     # The Hugging Face module selects by the highest position, so one beyond the limit is added.
-    beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
-    long = forward(position_ids=torch.cat([position_ids, beyond], -1), **kwargs)
+    long_position = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
+    long = forward(position_ids=torch.cat([position_ids, long_position], -1), **kwargs)
     return tuple(
         torch.where(is_long_T[:, None], of_long[..., :-1, :], of_short)
         for of_long, of_short in zip(long, short, strict=True)

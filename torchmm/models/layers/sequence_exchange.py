@@ -62,12 +62,12 @@ class SequenceRanks(Protocol):
         """Return the exchange of tokens for heads of a packed sequence with `tokens` tokens."""
         ...
 
-    def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
+    def features(self, features: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
         """Return the features (K, D) of the tokens of this rank by encoder. Collective.
 
         Args:
-            found: Features (K, D) of the images that this rank encodes, by encoder. Rows of dummy
-                images are dropped.
+            features: Features (K, D) of the images that this rank encodes, by encoder. Rows of
+                dummy images are dropped.
             row: Routes of the encoders that have images in the packed sequence.
         """
         ...

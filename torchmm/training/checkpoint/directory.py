@@ -100,8 +100,10 @@ class CheckpointDirectory:
 
         Active runs have different rendezvous addresses.
         """
-        place = _rendezvous_address()
-        return self._lock is not None or (bool(place) and self._lock_holder().endswith(place))
+        rendezvous = _rendezvous_address()
+        return self._lock is not None or (
+            bool(rendezvous) and self._lock_holder().endswith(rendezvous)
+        )
 
     def release(self) -> None:
         """Release the lock, so that other processes can claim the directory."""
@@ -163,7 +165,7 @@ class CheckpointDirectory:
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints of later steps, so that they are neither resumed nor counted."""
         for path in self.path.glob("step-*"):
-            if (found := step_of(path)) is not None and found > step:
+            if (later_step := step_of(path)) is not None and later_step > step:
                 self._set_aside(path, "training continues from an earlier step")
         sync_directory(self.path)
 

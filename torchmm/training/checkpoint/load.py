@@ -198,13 +198,13 @@ def _log_differences(
             saved["transformers"] = str(state["data"]["content"]["settings"]["transformers"])
     saved["torch"] = manifest["torch"]
     pairs = ((name, saved[name], now.get(name, "not installed")) for name in sorted(saved))
-    if others := [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]:
+    if version_changes := [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]:
         logger.warning(
             "%s was saved with different package versions (%s): samples and results may "
             "differ from an uninterrupted run. Install the saved versions for bitwise "
             "identical results",
             path,
-            ", ".join(others),
+            ", ".join(version_changes),
         )
 
 
@@ -222,8 +222,8 @@ def as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointErro
     """Return an error with one line per failed rank instead of the tracebacks of DCP."""
     lines = []
     for rank, (cause, _) in sorted(error.failures.items()):
-        plain = isinstance(cause, OSError | CheckpointError)
-        lines.append(f"rank {rank}: {cause if plain else repr(cause)}")
+        is_readable = isinstance(cause, OSError | CheckpointError)
+        lines.append(f"rank {rank}: {cause if is_readable else repr(cause)}")
     return CheckpointError(f"{what}:\n{format_bullet_list(lines)}")
 
 

@@ -313,9 +313,9 @@ class CheckpointManager:
             if path is not None:
                 restored = self._load_verified(path, model, optimizer, average)
         elif choice != "none" and is_uploaded_checkpoint(choice):
-            where, _, folder = choice.rstrip("/").rpartition("/")
+            remote_dir, _, folder = choice.rstrip("/").rpartition("/")
             step_of_upload_folder(folder)  # raises CheckpointError
-            path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
+            path, problems = self._fetch(open_store(remote_dir, self._data, self._logger), folder)
             if problems:
                 raise CheckpointError(f"{choice} cannot be loaded:\n{format_bullet_list(problems)}")
             restored = self._load_verified(path, model, optimizer, average)
@@ -405,8 +405,10 @@ class CheckpointManager:
 
     def _find_problems(self, path: Path) -> list[str]:
         """Return the problems of a checkpoint. Ranks divide the files of their site. Collective."""
-        mine = find_problems(path, self._directory_group.rank, self._directory_group.size)
-        return sorted({problem for of_rank in self._group.gather(mine) for problem in of_rank})
+        local_problems = find_problems(path, self._directory_group.rank, self._directory_group.size)
+        return sorted(
+            {problem for of_rank in self._group.gather(local_problems) for problem in of_rank}
+        )
 
     def _load_verified(
         self,

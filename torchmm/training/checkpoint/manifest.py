@@ -224,8 +224,8 @@ def step_of(path: Path) -> int | None:
 def list_steps(directory: Path) -> list[Path]:
     """Return the step directories in `directory`, valid or not, newest first."""
     steps = [(step_of(p), p) for p in directory.glob("step-*") if p.is_dir()]
-    found = [(step, path) for step, path in steps if step is not None]
-    return [path for _, path in sorted(found, reverse=True)]
+    numbered = [(step, path) for step, path in steps if step is not None]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def checkpoints_at(path: Path) -> list[Path]:

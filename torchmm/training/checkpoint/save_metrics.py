@@ -20,9 +20,9 @@ class SaveMeter:
     def pop(self) -> dict[str, float]:
         """Return the metrics since the last call, and the total number of failed uploads."""
         with self._lock:
-            taken = self._metrics
+            popped = self._metrics
             failed = {
-                name: taken[name] for name in ("checkpoint_upload_failures",) if name in taken
+                name: popped[name] for name in ("checkpoint_upload_failures",) if name in popped
             }
             self._metrics = failed
-        return taken
+        return popped

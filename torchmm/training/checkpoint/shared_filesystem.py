@@ -44,20 +44,22 @@ class DirectoryGroup:
             ConfigError: A rank cannot write to it.
         """
         name = group.on_rank_0(lambda: uuid4().hex)
-        marks = [directory / f".rank-{rank:05}.{name}" for rank in range(group.rank + 1)]
+        markers = [directory / f".rank-{rank:05}.{name}" for rank in range(group.rank + 1)]
         problem = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            marks[-1].touch()
+            markers[-1].touch()
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}"
-        for rank, found in enumerate(group.gather(problem)):
-            if found is not None:
-                raise ConfigError(f"checkpoint.staging_dir: rank {rank} {found}")
-        leader = next(rank for rank, mark in enumerate(marks) if mark.exists())
+        for rank, error_text in enumerate(group.gather(problem)):
+            if error_text is not None:
+                raise ConfigError(f"checkpoint.staging_dir: rank {rank} {error_text}")
+        leader = next(rank for rank, marker in enumerate(markers) if marker.exists())
         leaders = group.gather(leader)  # no rank looks for markers after this line
-        marks[-1].unlink()
-        return cls(group, [rank for rank, its in enumerate(leaders) if its == leader])
+        markers[-1].unlink()
+        return cls(
+            group, [rank for rank, rank_leader in enumerate(leaders) if rank_leader == leader]
+        )
 
     def run_on_local_leaders(self, function: Callable[[], object]) -> None:
         """Call a function on the leader of every site. All ranks raise its exception.
@@ -70,6 +72,6 @@ class DirectoryGroup:
                 function()
             except Exception as error:  # raised below, on all ranks
                 failure = error
-        for found in self._group.gather(failure):
-            if found is not None:
-                raise found
+        for rank_failure in self._group.gather(failure):
+            if rank_failure is not None:
+                raise rank_failure

@@ -36,16 +36,16 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     copies = model.tied_replicas() if isinstance(model, MultimodalModel) else {}
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; only tensors can be saved")
-        if id(value) not in seen:
-            seen.add(id(value))
-            plain = copies.get(name, name)
+        if id(value) not in visited:
+            visited.add(id(value))
+            original_name = copies.get(name, name)
             for wrapper in _WRAPPER_PREFIXES:
-                plain = plain.replace(wrapper, "")
-            tensors[f"{MODEL_PREFIX}{plain}"] = value
+                original_name = original_name.replace(wrapper, "")
+            tensors[f"{MODEL_PREFIX}{original_name}"] = value
     return tensors
 
 
@@ -137,7 +137,7 @@ def find_mismatches(
         elif tensor.dtype != (saved := dtype_from_name(entry["dtype"])):
             local.add(f"{name}: {saved} in the checkpoint, {tensor.dtype} in the model")
     of_ranks = group.gather((local, set(tensors), set(trainable or ())))
-    problems = {problem for found, _, _ in of_ranks for problem in found}
+    problems = {problem for rank_problems, _, _ in of_ranks for problem in rank_problems}
     required = {name for _, names, _ in of_ranks for name in names}
     kinds = [MODEL_PREFIX]
     if trainable is not None:

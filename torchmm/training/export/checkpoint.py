@@ -101,14 +101,14 @@ def export_checkpoint(
     trained = TrainingSummary(recipe, step_of(path) or 0, path.parent.parent / "metrics.jsonl")
     try:
         with (
-            write_directory_atomically(directory, replaces=False) as place,
+            write_directory_atomically(directory, replaces=False) as output,
             scratch_directory(directory.parent) as scratch,
         ):
             weights = CheckpointWeights(path, scratch, averaged)
             if separate:
-                save_adapters(model, place, weights)
+                save_adapters(model, output, weights)
             else:
-                write_files(model, place, tokenizer, trained, weights, shard_bytes)
+                write_files(model, output, tokenizer, trained, weights, shard_bytes)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -206,16 +206,16 @@ class CheckpointWeights:
         Raises:
             CheckpointError: A tensor is missing, or has a different shape.
         """
-        for prefix, module, name, like in named_full_tensors(model):
+        for prefix, module, name, example in named_full_tensors(model):
             if is_selected(name):
                 entry = f"{AVERAGE_PREFIX}{prefix}.{name}"
                 if not self._averaged or entry not in self._index:
                     entry = f"{MODEL_PREFIX}{prefix}.{name}"
-                yield module, name, self._assemble_tensor(entry, like)
+                yield module, name, self._assemble_tensor(entry, example)
 
-    def _assemble_tensor(self, name: str, like: Tensor) -> Tensor:
+    def _assemble_tensor(self, name: str, example: Tensor) -> Tensor:
         """Assemble a tensor from its chunks in a mapped file and return it."""
-        shape = like.shape
+        shape = example.shape
         entry = self._index.get(name)
         if entry is None or entry["shape"] != list(shape):
             has = "lacks it" if entry is None else f"has it as {entry['shape']}"
@@ -225,16 +225,16 @@ class CheckpointWeights:
             )
         stored = dtype_from_name(entry["dtype"])
         mapped_file, tensor = self._new_mapped_tensor(
-            shape, like.dtype if stored.is_floating_point else stored
+            shape, example.dtype if stored.is_floating_point else stored
         )
         for chunk in entry["chunks"]:
             window = tuple(
                 slice(start, start + size)
                 for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True)
             )
-            place = self._chunk_locations(chunk["file"])[chunk_name(name, chunk["offsets"])]
+            location = self._chunk_locations(chunk["file"])[chunk_name(name, chunk["offsets"])]
             with (self._path / chunk["file"]).open("rb") as file:
-                _read_chunk(tensor[window], file, place, name)
+                _read_chunk(tensor[window], file, location, name)
         if mapped_file is not None:
             mapped_file.madvise(
                 mmap.MADV_DONTNEED
@@ -247,10 +247,10 @@ class CheckpointWeights:
         A process can map about 65,000 files, which is less than the number of experts of some
         models.
         """
-        ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
-        mapped_file = self._new_mapped_file(ends[-1]) if values else None
+        stops = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
+        mapped_file = self._new_mapped_file(stops[-1]) if values else None
         copies = []
-        for value, start in zip(values, [0, *ends], strict=False):
+        for value, start in zip(values, [0, *stops], strict=False):
             count = value.numel()
             copied = torch.frombuffer(mapped_file, dtype=value.dtype, count=count, offset=start)
             copies.append(copied.view(value.shape).copy_(value))
@@ -263,8 +263,8 @@ class CheckpointWeights:
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
             return None, torch.empty(shape, dtype=dtype)
-        room = self._new_mapped_file(size_bytes)
-        return room, torch.frombuffer(room, dtype=dtype).view(shape)
+        mapped_file = self._new_mapped_file(size_bytes)
+        return mapped_file, torch.frombuffer(mapped_file, dtype=dtype).view(shape)
 
     def _new_mapped_file(self, size_bytes: int) -> mmap.mmap:
         """Return a new mapped file without a name."""
@@ -274,24 +274,24 @@ class CheckpointWeights:
             return mmap.mmap(file.fileno(), size_bytes)
 
 
-def _read_chunk(target: Tensor, file: BinaryIO, place: _ChunkLocation, name: str) -> None:
+def _read_chunk(target: Tensor, file: BinaryIO, location: _ChunkLocation, name: str) -> None:
     """Copy a stored chunk into its slice of the tensor `name`, in blocks of rows."""
     rows_RN = target.view(1) if target.ndim == 0 else target
-    row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
+    row_bytes = math.prod(location.shape[1:]) * location.dtype.itemsize
     count = max(1, BLOCK_BYTES // max(1, row_bytes))
-    file.seek(place.start)
+    file.seek(location.start)
     for first in range(0, len(rows_RN), count):
         block = rows_RN[first : first + count]
-        data = bytearray(block.numel() * place.dtype.itemsize)
+        data = bytearray(block.numel() * location.dtype.itemsize)
         if not data:
             continue
         if file.readinto(data) < len(data):  # type: ignore[attr-defined]
             raise CheckpointError(f"{file.name} is truncated; verify the checkpoint")
-        values = torch.frombuffer(data, dtype=place.dtype).view(block.shape)
+        values = torch.frombuffer(data, dtype=location.dtype).view(block.shape)
         block.copy_(values)
         if block.dtype != values.dtype:
-            plain = name.removeprefix(MODEL_PREFIX).removeprefix(AVERAGE_PREFIX)
-            check_range(block, values, plain)
+            parameter = name.removeprefix(MODEL_PREFIX).removeprefix(AVERAGE_PREFIX)
+            check_range(block, values, parameter)
 
 
 def _read_chunk_locations(file: Path) -> dict[str, _ChunkLocation]:

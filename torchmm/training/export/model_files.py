@@ -79,13 +79,13 @@ def write_export(
         ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with write_directory_atomically(directory) if writes else nullcontext(directory) as place:
-        write_files(model, place, tokenizer, trained, TRAINED_WEIGHTS, shard_bytes)
+    with write_directory_atomically(directory) if writes else nullcontext(directory) as output:
+        write_files(model, output, tokenizer, trained, TRAINED_WEIGHTS, shard_bytes)
 
 
 def write_files(
     model: MultimodalModel,
-    place: Path,
+    output: Path,
     tokenizer: PreTrainedTokenizerBase,
     trained: TrainingSummary,
     weights: WeightSource,
@@ -96,10 +96,12 @@ def write_files(
     data = trained.recipe.data
     chats = {has_chats(source, data) for source in data.sources if writes}
     tokenizer = _with_training_template(tokenizer, chats)
-    ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
-    export_hf(model, place, tokenizer, weights, shard_bytes, ends)
+    end_tokens = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
+    export_hf(model, output, tokenizer, weights, shard_bytes, end_tokens)
     if writes:
-        (place / CARD_FILE).write_text(model_card(model, place, tokenizer, trained, True in chats))
+        (output / CARD_FILE).write_text(
+            model_card(model, output, tokenizer, trained, True in chats)
+        )
 
 
 def write_adapters(model: MultimodalModel, directory: Path) -> None:
@@ -111,8 +113,8 @@ def write_adapters(model: MultimodalModel, directory: Path) -> None:
         ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with write_directory_atomically(directory) if writes else nullcontext(directory) as place:
-        save_adapters(model, place)
+    with write_directory_atomically(directory) if writes else nullcontext(directory) as output:
+        save_adapters(model, output)
 
 
 def is_chat_model(directory: Path) -> bool:
@@ -353,8 +355,8 @@ def _separate_inputs(
     (encoder,) = model.encoder_modules()
     placeholder = model.image_token_id(tokenizer)
     assert placeholder is not None
-    mark = _literal(str(tokenizer.convert_ids_to_tokens(placeholder)))
-    marks = f"{mark} * {patches_per_row(encoder.spec.config) ** 2}"
+    token = _literal(str(tokenizer.convert_ids_to_tokens(placeholder)))
+    tokens = f"{token} * {patches_per_row(encoder.spec.config) ** 2}"
     lines = [
         f'images = image_processor({_EXAMPLE_FILES["image"]}, return_tensors="pt")',
         "# The processor of this class writes the BOS token after the image; training wrote it "
@@ -364,14 +366,14 @@ def _separate_inputs(
         lines += [
             *question,
             *_rendered_chat("text", "tokenizer", "tokenize=False"),
-            f"text = text.replace({mark}, {marks})",
+            f"text = text.replace({token}, {tokens})",
             "encoded = tokenizer(",
             '    text, add_special_tokens=False, return_token_type_ids=True, return_tensors="pt"',
             ")",
         ]
     else:
         lines += [
-            f"text = {marks} + {_literal(prompt)}",
+            f"text = {tokens} + {_literal(prompt)}",
             'encoded = tokenizer(text, return_token_type_ids=True, return_tensors="pt")',
         ]
     return [*lines, "inputs = {**encoded, **images}"]
@@ -410,9 +412,9 @@ def _file_text(
             processor.prompt_token_name
         ]
     written = ""
-    for mark in (placeholder,) if processor.adds_markers else (*before, placeholder, *after):
-        if isinstance(mark, int):
-            written += str(tokenizer.convert_ids_to_tokens(mark) or "")
+    for token in (placeholder,) if processor.adds_markers else (*before, placeholder, *after):
+        if isinstance(token, int):
+            written += str(tokenizer.convert_ids_to_tokens(token) or "")
         else:
-            written += mark if isinstance(mark, str) else mark.text
+            written += token if isinstance(token, str) else token.text
     return written

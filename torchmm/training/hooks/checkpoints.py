@@ -20,16 +20,16 @@ class CheckpointHook(Hook):
         self._saved_step = -1
         self._status_warning = ""
         """Message in STATUS.json about a checkpoint that could not be uploaded."""
-        if self.parts.recorder is not None:
-            self.parts.recorder.add_source(self.parts.checkpoints.pop_metrics)
+        if self.components.recorder is not None:
+            self.components.recorder.add_source(self.components.checkpoints.pop_metrics)
 
     def after_step(self, done: FinishedStep) -> None:
         """Save a checkpoint if one is due or a rank received a stop signal."""
         step = done.step
-        if step == self._warning_step and self.parts.mesh.rank == 0:
+        if step == self._warning_step and self.components.mesh.rank == 0:
             hours = self.recipe.training.steps * done.record["step_ms"] / 3.6e6
             if warning := lost_steps_warning(self.recipe, hours):
-                self.parts.logger.warning("%s", warning)
+                self.components.logger.warning("%s", warning)
         with self.training.health.phase(step, "checkpoint"):
             if done.is_stopping or self.is_due(step, self.recipe.checkpoint.interval):
                 self.save(done.record)
@@ -42,7 +42,7 @@ class CheckpointHook(Hook):
             with self.training.health.phase(step, "checkpoint"):
                 self.save(None)
         self.training.health.finish()  # ranks do not synchronize after this line
-        self.parts.checkpoints.close()
+        self.components.checkpoints.close()
 
     def save(self, record: Record | None) -> None:
         """Save the last finished step. Collective.
@@ -50,22 +50,24 @@ class CheckpointHook(Hook):
         Args:
             record: Metrics of that step, to select the best checkpoints. None if they are unknown.
         """
-        parts = self.parts
+        components = self.components
         state = self.training.state
         best = self.recipe.checkpoint.keep_best
         figures: dict[str, float | None] = {}
         if best is not None and record is not None:
             figures[best.metric] = metric_value(record, best.metric)
-        parts.checkpoints.save(
+        components.checkpoints.save(
             state.step,
-            parts.model,
-            parts.optimizer,
+            components.model,
+            components.optimizer,
             state.as_json(),
             figures,
-            average=parts.average,
+            average=components.average,
         )
         self._saved_step = state.step
-        status_warning = parts.checkpoints.status_warning
-        if status_warning != self._status_warning and parts.mesh.rank == 0:
+        status_warning = components.checkpoints.status_warning
+        if status_warning != self._status_warning and components.mesh.rank == 0:
             self._status_warning = status_warning
-            write_status(parts.run_dir, Status("running", state.step, 0, message=status_warning))
+            write_status(
+                components.run_dir, Status("running", state.step, 0, message=status_warning)
+            )

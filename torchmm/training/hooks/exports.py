@@ -24,7 +24,7 @@ class ExportHook(Hook):
                 with weights:
                     export_model(self.training, f"hf-{step}{suffix}")
         if self._is_best(done):
-            with validated_weights(self.parts):
+            with validated_weights(self.components):
                 export_model(self.training, "hf-best")
 
     def finish(self) -> None:
@@ -33,11 +33,13 @@ class ExportHook(Hook):
             for suffix, weights in self._exported_weights():
                 with weights:
                     export_model(self.training, f"hf{suffix}")
-                    write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
+                    write_adapters(
+                        self.components.model, self.components.run_dir / f"adapters{suffix}"
+                    )
 
     def _exported_weights(self) -> list[tuple[str, AbstractContextManager[None]]]:
         """Return directory suffixes, and contexts in which the model has the weights to export."""
-        average = self.parts.average
+        average = self.components.average
         averages = [] if average is None else [("-ema", average.in_place())]
         return [("", nullcontext()), *averages]
 
@@ -58,8 +60,8 @@ class ExportHook(Hook):
 
 def export_model(training: TrainingContext, name: str) -> None:
     """Export the model to a directory of the run. Collective."""
-    parts = training.parts
+    components = training.components
     step = training.state.step
-    trained = TrainingSummary(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")
+    trained = TrainingSummary(components.run.recipe, step, components.run_dir / "metrics.jsonl")
     with training.health.phase(step, "export"):
-        write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)
+        write_export(components.model, components.run_dir / name, components.tokenizer, trained)

@@ -32,17 +32,17 @@ class TrainState:
     """Lowest badness of `checkpoint.keep_best` so far."""
 
     @classmethod
-    def resume(cls, parts: RunComponents) -> TrainState:
+    def resume(cls, components: RunComponents) -> TrainState:
         """Return the state of the loaded checkpoint, or that of a new run."""
-        data = parts.run.recipe.data
+        data = components.run.recipe.data
         corrupt = CorruptLimit(
-            data.max_corrupt_samples, data.max_corrupt_fraction, parts.loader.samples_per_pass
+            data.max_corrupt_samples, data.max_corrupt_fraction, components.loader.samples_per_pass
         )
-        if parts.restored is None:
+        if components.restored is None:
             return cls(0, {}, corrupt)
-        saved = parts.restored.state
+        saved = components.restored.state
         corrupt.add(**saved["corrupt"])
-        return cls(parts.restored.step, saved["data"], corrupt, saved.get("best"))
+        return cls(components.restored.step, saved["data"], corrupt, saved.get("best"))
 
     def as_json(self) -> dict[str, Any]:
         """Return the values to store in a checkpoint."""
@@ -73,7 +73,7 @@ class TrainingContext:
     and the process waits for them when it exits.
     """
 
-    parts: RunComponents
+    components: RunComponents
     state: TrainState
     health: Health
     stop: StopSignal
@@ -88,8 +88,8 @@ class Hook:
 
     def __init__(self, training: TrainingContext) -> None:
         self.training = training
-        self.parts = training.parts
-        self.recipe = training.parts.run.recipe
+        self.components = training.components
+        self.recipe = training.components.run.recipe
 
     def before_step(self, step: int) -> None:
         """Prepare for a step. Must not communicate."""

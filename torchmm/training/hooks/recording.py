@@ -10,11 +10,11 @@ class RecordingHook(Hook):
 
     def after_step(self, done: FinishedStep) -> None:
         """Write the record."""
-        recorder = self.parts.recorder
+        recorder = self.components.recorder
         if recorder is not None and recorder.record(done.record):
             self.training.health.said()
 
     def close(self) -> None:
         """Close metrics.jsonl and the trackers."""
-        if self.parts.recorder is not None:
-            self.parts.recorder.close()
+        if self.components.recorder is not None:
+            self.components.recorder.close()

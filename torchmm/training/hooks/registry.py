@@ -36,13 +36,13 @@ def order_hooks(hooks: Sequence[Entry], added: Sequence[Entry]) -> list[Entry]:
     """Insert the hooks of extensions after the hooks that they name, and return all hooks."""
     ordered = list(hooks)
     for entry in added:
-        names = ["", *(other.name for other in ordered)]
+        names = ["", *(existing.name for existing in ordered)]
         ordered.insert(names.index(entry.after), entry)
     return ordered
 
 
 def build_hooks(training: TrainingContext) -> list[Hook]:
     """Return the hooks of a run in execution order."""
-    run = training.parts.run
+    run = training.components.run
     entries = order_hooks(HOOKS, find_entries("hooks"))
     return [entry.load()(training) for entry in entries if entry.is_used(run)]

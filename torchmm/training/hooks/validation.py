@@ -28,21 +28,21 @@ class ValidationHook(Hook):
     def after_step(self, done: FinishedStep) -> None:
         """Validate the model if it is due."""
         step = done.step
-        if self.parts.held_out is None or not self.is_due(step, self._config.interval):
+        if self.components.held_out is None or not self.is_due(step, self._config.interval):
             return
-        with self.training.health.phase(step, "validation"), validated_weights(self.parts):
+        with self.training.health.phase(step, "validation"), validated_weights(self.components):
             self._validate(done.record)
 
     def _validate(self, record: Record) -> None:
         """Add the losses of held-out samples to a record. Collective."""
-        parts = self.parts
-        parts.model.eval()
+        components = self.components
+        components.model.eval()
         if self._batches is None:
             self._batches = self._load_batches()
-        losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
-        parts.model.train()
+        losses = held_out_losses(components.pipeline, self._batches, components.mesh)
+        components.model.train()
         record["validation_loss"] = losses["llm"]
-        if parts.model.generator is not None:
+        if components.model.generator is not None:
             weighted = (self._loss_weights[name] * losses[name] for name in losses)
             record["validation_loss"] = sum(weighted)
             record["validation_loss_text"] = losses["llm"]
@@ -50,25 +50,25 @@ class ValidationHook(Hook):
 
     def _load_batches(self) -> list[StepBatch]:
         """Return the batches of every validation, decoded as in training. Collective."""
-        parts = self.parts
+        components = self.components
         loader = build_data(
-            parts.run,
-            parts.model,
-            parts.tokenizer,
-            parts.mesh,
+            components.run,
+            components.model,
+            components.tokenizer,
+            components.mesh,
             validation=True,
-            samples=parts.held_out,
-            reads=parts.pipeline.reads,
+            samples=components.held_out,
+            reads=components.pipeline.reads,
         )
         read = islice(loader.batches(), self._config.batches)
         batches = [batch for batch in read if batch is not None]
         corrupt = {name: why for batch in batches for name, why in batch.corrupt.items()}
-        corrupt = gather_corrupt_samples(corrupt, parts.mesh)
+        corrupt = gather_corrupt_samples(corrupt, components.mesh)
         return [loader.settle(batch, corrupt) for batch in batches]
 
 
-def validated_weights(parts: RunComponents) -> AbstractContextManager[None]:
+def validated_weights(components: RunComponents) -> AbstractContextManager[None]:
     """Return a context in which the model has the weights to validate (`validation.ema`)."""
-    if parts.average is None or not parts.run.recipe.validation.ema:
+    if components.average is None or not components.run.recipe.validation.ema:
         return nullcontext()
-    return parts.average.in_place()
+    return components.average.in_place()

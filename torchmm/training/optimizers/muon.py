@@ -56,17 +56,19 @@ class LocalMuon(LocalAdamW):
         if group["rule"] != "muon":
             super()._update(group, parameters)
             return
-        for turn in group_by_mesh_size(parameters):
-            gradients = local_gradients(turn)
-            moments = local_tensors([self.state[p]["momentum_buffer"] for p in turn])
+        for batch in group_by_mesh_size(parameters):
+            gradients = local_gradients(batch)
+            moments = local_tensors([self.state[p]["momentum_buffer"] for p in batch])
             updates = [
                 update_momentum(
                     moment, gradient, self._momentum, self._dtype, self.grad_scale, self.found_inf
                 )
                 for moment, gradient in zip(moments, gradients, strict=True)
             ]
-            made = orthogonalize_distributed(updates, turn)
-            for parameter, value, update in zip(turn, local_tensors(turn), made, strict=True):
+            orthogonalized = orthogonalize_distributed(updates, batch)
+            for parameter, value, update in zip(
+                batch, local_tensors(batch), orthogonalized, strict=True
+            ):
                 apply_matrix_update(value, update, parameter.shape, group, self.found_inf)
 
 
@@ -171,11 +173,11 @@ def orthogonalize_distributed(
     if not isinstance(parameters[0], DTensor):
         return [orthogonalize(update) for update in updates]
     results = []
-    for turn, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
+    for index, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
         assert isinstance(parameter, DTensor)
         matrix = placed_like(update, parameter, parameter.shape).full_tensor()
         # Only the rank that orthogonalizes a matrix retains the all-gathered result.
-        is_local = turn % mesh_size(parameter) == _mesh_index(parameter)
+        is_local = index % mesh_size(parameter) == _mesh_index(parameter)
         results.append(orthogonalize(matrix) if is_local else torch.zeros_like(matrix))
     results.reverse()  # `pop` then frees each matrix when its sum is computed
     return [_local_shard(results.pop(), parameter) for parameter in parameters]

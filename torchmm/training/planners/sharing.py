@@ -58,8 +58,8 @@ class PlanExchange:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # set by torchrun
         self._mesh = mesh
         self.leaders = 0
-        for share in mesh.shares:
-            members = [rank for ranks in share for rank in ranks]
+        for pipeline_ranks in mesh.shares:
+            members = [rank for ranks in pipeline_ranks for rank in ranks]
             group = dist.new_group(members, backend="gloo")
             self.leaders += members[0] // local_size == mesh.rank // local_size
             if mesh.rank in members:
@@ -111,17 +111,17 @@ class PlanExchange:
     def _differing(self, step: int, digests: Sequence[str]) -> list[str]:
         """Return messages about ranks whose digest differs from that of the first pipeline rank."""
         messages = []
-        for share in self._mesh.shares:
-            members = [rank for ranks in share for rank in ranks]
-            other = [rank for rank in members if digests[rank] != digests[members[0]]]
-            if other:
+        for pipeline_ranks in self._mesh.shares:
+            members = [rank for ranks in pipeline_ranks for rank in ranks]
+            differing = [rank for rank in members if digests[rank] != digests[members[0]]]
+            if differing:
                 more = (
-                    f" and {len(other) - MAX_SHOWN_RANKS} more"
-                    if len(other) > MAX_SHOWN_RANKS
+                    f" and {len(differing) - MAX_SHOWN_RANKS} more"
+                    if len(differing) > MAX_SHOWN_RANKS
                     else ""
                 )
                 messages.append(
-                    f"step {step}: ranks {other[:MAX_SHOWN_RANKS]}{more} have different "
+                    f"step {step}: ranks {differing[:MAX_SHOWN_RANKS]}{more} have different "
                     f"microbatches or stages than rank {members[0]} of the same pipeline, because "
                     "they read different data or a different recipe. Compare the data "
                     "(data.index_cache_dir) and the torchmm versions of their nodes"

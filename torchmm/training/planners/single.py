@@ -49,10 +49,10 @@ class SinglePlanner(Planner):
 
     def plan_ahead(self, upcoming: Upcoming) -> None:
         """Plan the next step, for `plan` to return."""
-        every = upcoming()
-        if every is None:
+        upcoming_metas = upcoming()
+        if upcoming_metas is None:
             return
-        metas = list(every[self._data_parallel_rank])
+        metas = list(upcoming_metas[self._data_parallel_rank])
         # If the next step cannot be planned, its error is raised after this step is finished.
         with suppress(PlanError):
             self._ahead = metas, self._make_plan(metas)

@@ -46,14 +46,14 @@ class StaticPlanner(Planner):
         self._pipeline = pipeline
         self._shared = PlanExchange(mesh)
         layout = pipeline.layout
-        cut = f"{layout.stages}{layout.edges}{sorted(layout.sub_microbatched)}"
+        stages_text = f"{layout.stages}{layout.edges}{sorted(layout.sub_microbatched)}"
         # Ranks without sharded parameters run no all-gather, even if the plan has one.
-        every = gather_texts(pipeline.sharding)
+        shardings = gather_texts(pipeline.sharding)
         members = [rank for ranks in mesh.plan_ranks for rank in ranks]
         self._sharding: Gathering = (
-            "step" if "step" in {every[rank] for rank in members} else "none"
+            "step" if "step" in {shardings[rank] for rank in members} else "none"
         )
-        self._fixed = f"{cut}{pipeline.config.model_dump_json()}{self._sharding}"
+        self._fixed = f"{stages_text}{pipeline.config.model_dump_json()}{self._sharding}"
         """Inputs of planning that do not change during a run."""
 
     def plan(

@@ -103,8 +103,8 @@ class MetricsRecorder:
         finally:
             for sink in self._sinks:
                 sink.close()
-        picture = self._run_dir / "loss.png"
+        image_file = self._run_dir / "loss.png"
         try:
-            plot_loss(self._run_dir / "metrics.jsonl", picture)
+            plot_loss(self._run_dir / "metrics.jsonl", image_file)
         except (OSError, ImportError) as error:
-            self._log.warning("cannot plot %s: %s", picture, error)
+            self._log.warning("cannot plot %s: %s", image_file, error)

@@ -106,19 +106,19 @@ class WandbTracker:
                 [
                     sample.step,
                     f"{sample.source}[{sample.index}]",
-                    wandb.Image(str(picture)) if picture is not None else None,
+                    wandb.Image(str(svg)) if svg is not None else None,
                     sample.prompt,
                     sample.truth,
                     sample.generated,
                 ]
-                for sample, picture in new.samples
+                for sample, svg in new.samples
             ]
             shown["validation/samples"] = wandb.Table(COLUMNS, rows)
         for file in new.generated_images.values():
             shown["validation/generated_images"] = wandb.Image(str(file), caption=file.stem)
-        for name, picture in new.timelines.items():
+        for name, svg in new.timelines.items():
             title = "schedules" if "schedules" in name else "timeline"
-            shown[f"pipeline/{title}"] = wandb.Html(picture, inject=False)
+            shown[f"pipeline/{title}"] = wandb.Html(svg, inject=False)
         self._run.log(shown, step=step)
         self._log_models()
 

@@ -269,7 +269,7 @@ def test_generation_ends_at_end_token_of_prompt(mesh) -> None:
 def test_prompt_groups_respect_token_limit() -> None:
     rows = text_prompts([5, 9, 3, 30, 4, 4, 4, 4])
     prompts = [Prompt(row, row.targets_T, SampleMeta("made", 0, 1)) for row in rows]
-    groups = batch_prompts(prompts, most=3, tokens=27)
+    groups = batch_prompts(prompts, max_prompts=3, tokens=27)
     assert [[prompt.row.cu_seqlens[-1] for prompt in group] for group in groups] == [
         [5, 9, 3],
         [30],

@@ -56,6 +56,6 @@ def test_state_line_shows_killed_run(tmp_path, age_s, expected):
     write_status(tmp_path, Status("running", 3, 0))
     past_s = time.time() - age_s
     os.utime(tmp_path / "STATUS.json", (past_s, past_s))
-    line = show_run.state_line(RunContents(tmp_path, [], {"name": "mine"}))
+    line = show_run.describe_state(RunContents(tmp_path, [], {"name": "mine"}))
     assert line.startswith("mine: running") and expected in line
     assert ("may have been killed" in line) == (age_s > 600)

@@ -51,7 +51,7 @@ def generate_texts(
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
     sampling: Sampling,
-    ends: Collection[int] = (),
+    end_ids: Collection[int] = (),
     on_tokens: OnTokens | None = None,
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yield each prompt with its generated tokens. All ranks must pass the same prompts.
@@ -62,7 +62,7 @@ def generate_texts(
         tokenizer: Tokenizer of the LLM.
         mesh: Mesh of the run.
         sampling: Decoding settings.
-        ends: Tokens that end any text, in addition to EOS and the tokens of
+        end_ids: Tokens that end any text, in addition to EOS and the tokens of
             `Prompt.sample_end_tokens`.
         on_tokens: Called after every step, with numbers relative to the batch.
     """
@@ -70,7 +70,7 @@ def generate_texts(
     for prompts in batches:
         rows = [prompt.row for prompt in prompts]
         own_ends = [
-            {*ends, tokenizer.eos_token_id} | p.sample_end_tokens(tokenizer) for p in prompts
+            {*end_ids, tokenizer.eos_token_id} | p.sample_end_tokens(tokenizer) for p in prompts
         ]
         texts = generate_tokens(pipeline, rows, mesh, sampling, own_ends, on_tokens, first)
         first += len(prompts)
@@ -85,7 +85,7 @@ def generate_tokens(
     prompts: Sequence[Microbatch],
     mesh: ParallelMesh,
     sampling: Sampling,
-    ends: Sequence[Collection[int]],
+    end_ids: Sequence[Collection[int]],
     on_tokens: OnTokens | None = None,
     first: int = 0,
 ) -> list[list[int]]:
@@ -96,8 +96,8 @@ def generate_tokens(
         prompts: Packed sequences of one sample each, on the CPU, with all pixels.
         mesh: Mesh of the run.
         sampling: Decoding settings.
-        ends: Tokens that end the text of each prompt, and are not part of it. If empty, every text
-            has the maximum length.
+        end_ids: Tokens that end the text of each prompt, and are not part of it. If empty, every
+            text has the maximum length.
         on_tokens: Called after every step, on every rank. If set, progress is not logged.
         first: Number of the first prompt, which seeds the sampling.
     """
@@ -123,8 +123,8 @@ def generate_tokens(
             if mesh.world_size > 1:
                 dist.broadcast(tokens_B, src=source)
             ids = tokens_B.tolist()
-            if ends:
-                unfinished = {number for number in unfinished if ids[number] not in ends[number]}
+            if end_ids:
+                unfinished = {number for number in unfinished if ids[number] not in end_ids[number]}
             for number in unfinished:
                 texts[number].append(ids[number])
             if on_tokens is not None:

@@ -96,8 +96,8 @@ def end_tokens(
         tokenizer: Tokenizer of the model.
     """
     configured: Any = None if generation is None else generation.eos_token_id
-    ends = set(configured) if isinstance(configured, list) else {configured}
-    return frozenset((ends | {tokenizer.eos_token_id}) - {None})
+    end_ids = set(configured) if isinstance(configured, list) else {configured}
+    return frozenset((end_ids | {tokenizer.eos_token_id}) - {None})
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def load_text_generator(
         ConfigError, CheckpointError: The path has no model, or the model cannot be read.
     """
     device = select_device("auto")
-    exported = [place for place in (path, path / "hf") if is_export(place)]
+    exported = [candidate for candidate in (path, path / "hf") if is_export(candidate)]
     checkpoints = [] if exported[:1] == [path] else checkpoints_at(path)
     generation: GenerationConfig | None = None
     if checkpoints:

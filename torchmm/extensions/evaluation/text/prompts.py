@@ -65,31 +65,38 @@ def split_prompts(microbatch: Microbatch) -> Iterator[Prompt]:
         counted = (targets != IGNORE_TARGET).nonzero()
         if not len(counted):
             continue
-        cut = start + int(counted[0]) + 1
-        encoders = {name: microbatch.encoders[name].select(own) for name, own in shown.items()}
+        prompt_end = start + int(counted[0]) + 1
+        encoders = {
+            name: microbatch.encoders[name].select(image_indices)
+            for name, image_indices in shown.items()
+        }
         for inputs in encoders.values():
             inputs.positions_K = inputs.positions_K - start
-        if any(int(inputs.positions_K.max()) >= cut - start for inputs in encoders.values()):
+        if any(int(inputs.positions_K.max()) >= prompt_end - start for inputs in encoders.values()):
             continue
         row = Microbatch(
-            input_ids_T=microbatch.input_ids_T[start:cut],
-            targets_T=torch.full((cut - start,), IGNORE_TARGET),
-            position_ids=microbatch.position_ids[..., start:cut],
-            cu_seqlens=[0, cut - start],
+            input_ids_T=microbatch.input_ids_T[start:prompt_end],
+            targets_T=torch.full((prompt_end - start,), IGNORE_TARGET),
+            position_ids=microbatch.position_ids[..., start:prompt_end],
+            cu_seqlens=[0, prompt_end - start],
             encoders=encoders,
-            meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
+            meta=replace(microbatch.meta, samples=(sample,), tokens=prompt_end - start),
         )
         answer = targets[int(counted[0]) :]
-        behind = (answer == IGNORE_TARGET).nonzero()
-        yield Prompt(row, answer[: int(behind[0])] if len(behind) else answer, sample)
+        after_response = (answer == IGNORE_TARGET).nonzero()
+        yield Prompt(
+            row, answer[: int(after_response[0])] if len(after_response) else answer, sample
+        )
 
 
-def batch_prompts(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[list[Prompt]]:
+def batch_prompts(
+    prompts: Iterable[Prompt], max_prompts: int, tokens: int
+) -> Iterator[list[Prompt]]:
     """Yield batches of consecutive prompts.
 
     Args:
         prompts: Prompts in order.
-        most: Maximum number of prompts in a batch.
+        max_prompts: Maximum number of prompts in a batch.
         tokens: Maximum number of tokens in a batch. Caches store all prompts with the length of the
             longest prompt. A prompt with more tokens is a batch by itself.
     """
@@ -98,7 +105,7 @@ def batch_prompts(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator
     for prompt in prompts:
         length = len(prompt.row.input_ids_T)
         longest = max(longest, length)
-        if group and (len(group) == most or (len(group) + 1) * longest > tokens):
+        if group and (len(group) == max_prompts or (len(group) + 1) * longest > tokens):
             yield group
             group = []
             longest = length
@@ -119,42 +126,42 @@ class Request:
     """Directory of relative file names in the record."""
 
 
-def make_request(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
+def make_request(files: Sequence[Path], prompt_text: str, *, as_chat: bool = False) -> Request:
     """Return a request with files, followed by text.
 
     Args:
         files: Images, audio and videos.
-        words: Text after the files.
+        prompt_text: Text after the files.
         as_chat: Whether the request is a user message in the chat template.
 
     Raises:
         ConfigError: Neither a file nor text is specified.
         DataError: A file does not exist.
     """
-    label = " ".join([*map(str, files), *([words] if words else [])])
+    label = " ".join([*map(str, files), *([prompt_text] if prompt_text else [])])
     if not label:
         raise ConfigError("no prompt; pass a file or text (--prompt)")
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
     if as_chat:
         return chat_request(
-            label, [{"role": "user", "content": content_parts(files, words)}], Path()
+            label, [{"role": "user", "content": content_parts(files, prompt_text)}], Path()
         )
     named: dict[str, Any] = {}
     for file in files:
         named.setdefault(f"{media_type_of(file)}s", []).append(str(file))
     text = (
-        {"prompt": words, "completion": RESPONSE_PLACEHOLDER}
-        if words
+        {"prompt": prompt_text, "completion": RESPONSE_PLACEHOLDER}
+        if prompt_text
         else {"text": RESPONSE_PLACEHOLDER}
     )
     return Request(label, named | text, Path())
 
 
-def content_parts(files: Sequence[Path], words: str) -> list[dict[str, str]]:
+def content_parts(files: Sequence[Path], text: str) -> list[dict[str, str]]:
     """Return the content of a user message."""
     shown = [{"type": media_type_of(file), media_type_of(file): str(file)} for file in files]
-    return [*shown, {"type": "text", "text": words}] if words else shown
+    return [*shown, {"type": "text", "text": text}] if text else shown
 
 
 def media_type_of(file: Path) -> str:
@@ -194,10 +201,10 @@ def read_chats(file: Path) -> list[Request]:
         if file.suffix == ".jsonl":
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
-            found = json.loads(text)
+            content = json.loads(text)
             # A list of messages is one chat, any other list is a list of chats.
-            is_chat = isinstance(found, dict) or (found and "role" in found[0])
-            records = [found] if is_chat else found
+            is_chat = isinstance(content, dict) or (content and "role" in content[0])
+            records = [content] if is_chat else content
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{file}: {error}") from error
     requests = []
@@ -237,23 +244,23 @@ def read_prompts(
     Raises:
         ConfigError, DataError: A request cannot be read.
     """
-    found: dict[int, Prompt] = {}
+    prompts: dict[int, Prompt] = {}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         try:
             for batch in read_steps(requests, model, tokenizer, max_tokens, Path(scratch)):
                 problems += batch.skipped
                 for prompt in (p for row in batch.microbatches for p in split_prompts(row)):
-                    found[prompt.sample.index] = prompt
-                if len(found) == len(requests):
+                    prompts[prompt.sample.index] = prompt
+                if len(prompts) == len(requests):
                     break
         except DataError as error:  # no request can be read
             problems.append(str(error).partition("\nCorrect the source")[0])
-    if lost := [r.label for number, r in enumerate(requests) if number not in found]:
+    if lost := [r.label for number, r in enumerate(requests) if number not in prompts]:
         labels = ", ".join(f"{label!r:.80}" for label in lost)
         why = "; ".join(problems) or f"longer than {max_tokens} tokens"
         raise DataError(f"{labels} cannot be read: {why}")
-    return [found[number] for number in range(len(requests))]
+    return [prompts[number] for number in range(len(requests))]
 
 
 def read_steps(

@@ -98,7 +98,7 @@ class TokenSampler:
             return logits_BV.argmax(-1)
         # Sampling runs on the CPU per prompt, so it is independent of the device and the batch.
         rows = logits_BV.float().cpu()
-        found = []
+        selected = []
         for number, (text, generator) in enumerate(zip(self._texts, self._generators, strict=True)):
             scores_1V = self._processors(text[None], rows[number : number + 1])  # type: ignore[arg-type]
             if self._draws:
@@ -106,5 +106,5 @@ class TokenSampler:
             else:
                 token = scores_1V.argmax(-1)
             self._texts[number] = torch.cat([text, token])
-            found.append(token)
-        return torch.cat(found).to(logits_BV.device)
+            selected.append(token)
+        return torch.cat(selected).to(logits_BV.device)

@@ -85,10 +85,10 @@ def build_encoder_and_decoder(
     spec: LatentSpec, dtype: torch.dtype
 ) -> tuple[LatentEncoder, LatentDecoder]:
     """Return encoder and decoder of an autoencoder on the current default device."""
-    whole = build_autoencoder(spec.config, dtype)
+    autoencoder = build_autoencoder(spec.config, dtype)
     return (
-        LatentEncoder(spec, whole.encoder, whole.quant_conv),
-        LatentDecoder(spec, whole.decoder, whole.post_quant_conv),
+        LatentEncoder(spec, autoencoder.encoder, autoencoder.quant_conv),
+        LatentDecoder(spec, autoencoder.decoder, autoencoder.post_quant_conv),
     )
 
 
@@ -98,13 +98,13 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
         return dict(section.config or {})
     try:
         reader: Any = AutoencoderKL
-        found = reader.load_config(str(Path(section.source).expanduser()), local_files_only=True)
+        config = reader.load_config(str(Path(section.source).expanduser()), local_files_only=True)
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"{SECTION} source = {section.source!r} has no readable config.json; use a "
             f"directory with a diffusers autoencoder ({describe_refusal(error)})"
         ) from error
-    return {**found, **(section.config or {})}
+    return {**config, **(section.config or {})}
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     written = {key: value for key, value in config.items() if not key.startswith("_")}
     problems = []
     for key in written.keys() - known.keys():
-        near = difflib.get_close_matches(key, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(key, known, 1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         problems.append(f"{key!r} is not a key of {CLASS}{hint}")
     full = {key: p.default for key, p in known.items() if key != "self"} | written
     for key, value in {"in_channels": 3, "out_channels": 3, "latents_mean": None}.items():
@@ -168,33 +168,39 @@ class _OperationCounter:
         self._entered = inputs[0]
 
     def _count(self, part: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        given = inputs[0].numel()
-        found = output.numel() if isinstance(output, Tensor) else 0
+        input_elements = inputs[0].numel()
+        output_elements = output.numel() if isinstance(output, Tensor) else 0
         held = 0 if inputs[0] is self._entered else self._entered.numel()
         if isinstance(part, nn.Conv2d):
             kernel = part.weight[0].numel()
-            self._add("matmul", 2 * found * kernel, given + found)
+            self._add("matmul", 2 * output_elements * kernel, input_elements + output_elements)
         elif isinstance(part, nn.Linear):
-            self._add("matmul", 2 * found * part.in_features, given + found)
+            self._add(
+                "matmul", 2 * output_elements * part.in_features, input_elements + output_elements
+            )
         elif isinstance(part, nn.GroupNorm):
-            self._add("norm", 0, given + found)
+            self._add("norm", 0, input_elements + output_elements)
         elif isinstance(part, nn.SiLU | nn.GELU | nn.ReLU | nn.Mish):
-            self._add("activation", 0, given + found)
+            self._add("activation", 0, input_elements + output_elements)
         elif isinstance(part, ResnetBlock2D):
-            self._add("elementwise", 0, 3 * found)  # adds the branch and scales the sum
-            self._add("elementwise", 0, 2 * found)
+            self._add("elementwise", 0, 3 * output_elements)  # adds the branch and scales the sum
+            self._add("elementwise", 0, 2 * output_elements)
             # In addition to the input at the end: both branches if each is new, their sum, the
             # result.
             at_end = 3 if part.conv_shortcut is None else 4
-            self.live = max(self.live, held + 2 * given + found, held + given + at_end * found)
+            self.live = max(
+                self.live,
+                held + 2 * input_elements + output_elements,
+                held + input_elements + at_end * output_elements,
+            )
         elif isinstance(part, Attention):
-            self._add("elementwise", 0, 3 * found)
+            self._add("elementwise", 0, 3 * output_elements)
             attention: Any = part
             width = attention.to_q.out_features
             self.widths += width
             self.attentions += 1
-            self.attended += 4 * found // attention.to_out[0].out_features * width
-            self.live = max(self.live, held + 6 * found)
+            self.attended += 4 * output_elements // attention.to_out[0].out_features * width
+            self.live = max(self.live, held + 6 * output_elements)
 
     def _add(self, kind: str, flops: float, elements: float) -> None:
         self.flops[kind] += flops
@@ -207,17 +213,20 @@ def _measure_encoding_cost(
 ) -> LatentSizes:
     """Return the cost of encoding per patch of the generator."""
     with torch.device("meta"):
-        whole = build_autoencoder(config, torch.float32)
+        autoencoder = build_autoencoder(config, torch.float32)
         counter = _OperationCounter()
         pixels = MEASURED_PATCHES * side * factor
-        encoder = nn.Sequential(whole.encoder, whole.quant_conv or nn.Identity())
+        encoder = nn.Sequential(autoencoder.encoder, autoencoder.quant_conv or nn.Identity())
         counter.watch(encoder)
         with torch.no_grad():
             encoder(torch.empty(1, 3, pixels, pixels))
     patches = MEASURED_PATCHES**2
     kinds: tuple[Any, ...] = ("matmul", "norm", "activation", "elementwise")
     values = config["latent_channels"] * side**2
-    parts = (whole.encoder, whole.quant_conv), (whole.decoder, whole.post_quant_conv)
+    parts = (
+        (autoencoder.encoder, autoencoder.quant_conv),
+        (autoencoder.decoder, autoencoder.post_quant_conv),
+    )
     encoder_parameters, decoder_parameters = (
         sum(p.numel() for part in half if part is not None for p in part.parameters())
         for half in parts

@@ -97,7 +97,7 @@ def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | N
     side = config.get(
         "patch_size", inspect.signature(PixArtTransformer2DModel).parameters["patch_size"].default
     )
-    return build_checked("model.generator.vae", section.vae, lambda given: latent_spec(given, side))
+    return build_checked("model.generator.vae", section.vae, lambda vae: latent_spec(vae, side))
 
 
 def _load(section: GeneratorConfig) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _load(section: GeneratorConfig) -> dict[str, Any]:
         return dict(section.config or {})
     try:
         reader: Any = PixArtTransformer2DModel  # any class reads configs of all classes
-        found = reader.load_config(section.source, revision=section.revision)
+        config = reader.load_config(section.source, revision=section.revision)
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"[model.generator] source = {section.source!r} has no readable config.json; use "
             f"a local directory or a model of the Hub ({describe_refusal(error)})"
         ) from error
-    return {**found, **(section.config or {})}
+    return {**config, **(section.config or {})}

@@ -92,8 +92,8 @@ class PixArtFamily:
         written = {k: v for k, v in config.items() if not k.startswith("_")}
         problems = []
         for key in written.keys() - (known.keys() - {"self"}) - {FFN_SIZE}:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            similar = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
             problems.append(f"{key!r} is not a key of PixArtTransformer2DModel{hint}")
         full = {name: p.default for name, p in known.items() if name != "self"} | written
         width = full["num_attention_heads"] * full["attention_head_dim"]
@@ -212,10 +212,10 @@ class PixArtFamily:
     def embed_times(self, dit: Any, times_N: Tensor) -> Tensor:
         """Return the embedded times (N, E) for all layers and the output, with E = 7 D."""
         dtype = dit.adaln_single.linear.weight.dtype
-        every, last = dit.adaln_single(
+        all_times, last = dit.adaln_single(
             times_N * TIME_SCALE, batch_size=len(times_N), hidden_dtype=dtype
         )
-        return torch.cat([every, last], dim=-1)
+        return torch.cat([all_times, last], dim=-1)
 
     def run_layer(
         self,

@@ -50,10 +50,10 @@ def glm4v_components(config: Any) -> ModelComponents:
     part_family = "glm4v_moe" if config.model_type == "glm4v_moe" else "glm4v"
     problems = []
     for key, kind in (("text_config", "text"), ("vision_config", "vision")):
-        found = getattr(config, key).model_type
-        if found != f"{part_family}_{kind}":
+        model_type = getattr(config, key).model_type
+        if model_type != f"{part_family}_{kind}":
             problems.append(
-                f"{key}.model_type = {found!r} is not supported; use {part_family}_{kind}"
+                f"{key}.model_type = {model_type!r} is not supported; use {part_family}_{kind}"
             )
     raise_problems(config, problems)
     raise_problems(config, output_size_problems(config, "out_hidden_size"))

@@ -43,11 +43,11 @@ def idefics3_components(config: Any) -> ModelComponents:
     raise_problems(config, component_problems(config))
     around = Token("<fake_token_around_image>")
     # The tokenizer of Idefics3 has no such token and splits the text into several tokens.
-    whole = Token("<global-img>", is_required=False)
+    global_image = Token("<global-img>", is_required=False)
     return single_encoder_components(
         config,
         text_config(config),
-        TextConventions(config.image_token_id, prefix=(around, whole), suffix=(around,)),
+        TextConventions(config.image_token_id, prefix=(around, global_image), suffix=(around,)),
         {
             "final_norm": True,
             "pixel_shuffle_factor": config.scale_factor,

@@ -60,11 +60,11 @@ def llava_components(
         )
     raise_problems(config, problems)
     assert family is not None
-    marks = ROW_MARKERS if vision.model_type == "pixtral" else {}
+    markers = ROW_MARKERS if vision.model_type == "pixtral" else {}
     return single_encoder_components(
         config,
         text,
-        TextConventions(config.image_token_id, **marks),
+        TextConventions(config.image_token_id, **markers),
         {
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "drop_class_token": drops_first,
@@ -101,13 +101,13 @@ def llava_next_components(config: Any) -> ModelComponents:
     tiling = LLAVA_NEXT_TILES
     if config.model_type == "llava_onevision":
         ratio = config.vision_aspect_ratio
-        most = ratio.removeprefix("anyres_max_")
-        if not most.isdecimal():
+        max_tiles = ratio.removeprefix("anyres_max_")
+        if not max_tiles.isdecimal():
             problems.append(
                 f"vision_aspect_ratio = {ratio!r} is not supported; use 'anyres_max_N', where "
                 "N is the maximum number of tiles whose tokens an image may have"
             )
-        tiling = replace(ONEVISION_TILES, most_tiles=int(most) if most.isdecimal() else 0)
+        tiling = replace(ONEVISION_TILES, most_tiles=int(max_tiles) if max_tiles.isdecimal() else 0)
     raise_problems(config, problems)
     pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
     tiled = vision._replace(

@@ -157,24 +157,24 @@ def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderComponent:
     return EncoderComponent(config, family, files, {**settings, "connector": "merger"})
 
 
-def _text(config: Any, begin: str, end: str) -> TextConventions:
+def _text(config: Any, begin: str, end_token: str) -> TextConventions:
     """Return the text conventions for media.
 
     Args:
         config: Config of the thinker.
         begin: Token before a medium, with {} for its type.
-        end: Token after a medium, with {} for its type.
+        end_token: Token after a medium, with {} for its type.
     """
     return TextConventions(
         config.image_token_id,
         prefix=(_mark(config, "vision_start", begin.format("vision")),),
-        suffix=(_mark(config, "vision_end", end.format("vision")),),
+        suffix=(_mark(config, "vision_end", end_token.format("vision")),),
         mrope=True,
         video_token_id=config.video_token_id,
         tokens_per_second=config.position_id_per_seconds,
         sound_token_id=config.audio_token_id,
         sound_prefix=(_mark(config, "audio_start", begin.format("audio")),),
-        sound_suffix=(_mark(config, "audio_end", end.format("audio")),),
+        sound_suffix=(_mark(config, "audio_end", end_token.format("audio")),),
     )
 
 

@@ -245,8 +245,8 @@ def window_lengths(grids_thw: list[tuple[int, int, int]], window: int) -> list[i
     """
     lengths = []
     for grid in grids_thw:
-        whole, rest = divmod(prod(grid), window)
-        lengths += [window] * whole + [rest] * (rest > 0)
+        num_full, remainder = divmod(prod(grid), window)
+        lengths += [window] * num_full + [remainder] * (remainder > 0)
     return lengths
 
 

@@ -62,8 +62,8 @@ class Gemma4VisionFamily(EncoderFamily):
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Gemma4Context:
         grids = inputs.grids_thw
-        places = torch.cat([grid_positions(grid) for grid in grids])
-        positions_1P2 = to_device(places.flip(-1), device)[None]
+        positions = torch.cat([grid_positions(grid) for grid in grids])
+        positions_1P2 = to_device(positions.flip(-1), device)[None]
         return Gemma4Context(
             Segments.from_starts(frame_starts(grids), device),
             grids,

@@ -100,13 +100,13 @@ class GlmVisionFamily(QwenVisionFamily):
         frames = [(1, rows, columns) for count, rows, columns in grids for _ in range(count)]
         shapes = torch.tensor(frames)
         merge = tower.config.spatial_merge_size
-        places = to_device(get_vision_position_ids(torch.tensor(grids), merge), device)
+        positions = to_device(get_vision_position_ids(torch.tensor(grids), merge), device)
         return GlmContext(
             Segments.from_starts(frame_starts(grids), device),
-            tower.rotary_pos_emb(places, places),
+            tower.rotary_pos_emb(positions, positions),
             to_device(shapes.prod(1), device),
             to_device(shapes, device),
-            places,
+            positions,
         )
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:

@@ -119,17 +119,19 @@ class OmniAudioFamily(AudioEncoderFamily, ABC):
         """
         chunk = self.chunk_positions(tower.config)
         weight = tower.get_submodule(self.patch_embedding).weight
-        sounds = inputs.pixels.to(weight.dtype).split([prod(grid) for grid in inputs.grids_thw])
-        wholes = [sound[: len(sound) // chunk * chunk] for sound in sounds]
-        read_PD = self.embed_chunks(tower, torch.cat(wholes).unflatten(0, (-1, chunk))).flatten(
+        audios = inputs.pixels.to(weight.dtype).split([prod(grid) for grid in inputs.grids_thw])
+        full_parts = [audio[: len(audio) // chunk * chunk] for audio in audios]
+        read_PD = self.embed_chunks(tower, torch.cat(full_parts).unflatten(0, (-1, chunk))).flatten(
             0, 1
         )
         pieces = []
-        for whole, sound in zip(read_PD.split([len(w) for w in wholes]), sounds, strict=True):
-            rest = sound[len(whole) :]
-            pieces.append(whole)
-            if len(rest):
-                pieces.append(self.embed_chunks(tower, rest[None])[0])
+        for full_part, audio in zip(
+            read_PD.split([len(w) for w in full_parts]), audios, strict=True
+        ):
+            remainder = audio[len(full_part) :]
+            pieces.append(full_part)
+            if len(remainder):
+                pieces.append(self.embed_chunks(tower, remainder[None])[0])
         return torch.cat(pieces)
 
     def run_layer(

@@ -190,8 +190,8 @@ class Qwen2_5VisionFamily(QwenVisionFamily):  # noqa: N801 - as Hugging Face wri
         return super().finish(tower, x_PD, context, drop_class_token)
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
-        whole = index in config.fullatt_block_indexes
-        window = None if whole else (config.window_size // config.patch_size) ** 2
+        is_full_attention = index in config.fullatt_block_indexes
+        window = None if is_full_attention else (config.window_size // config.patch_size) ** 2
         sizes = super().describe_layer(config, index)
         return replace(sizes, gated_ffn=True, window=window, norm="rms")
 

@@ -123,9 +123,9 @@ class VoxtralAudioFamily(WhisperFamily):
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
         """Concatenate the features of consecutive outputs. Incomplete groups are dropped."""
         group = shuffle**2
-        sounds = x_PD.split([prod(grid) // self.pooled for grid in grids_thw])
-        whole = torch.cat([sound[: len(sound) // group * group] for sound in sounds])
-        return super().fold(whole, grids_thw, shuffle)
+        audios = x_PD.split([prod(grid) // self.pooled for grid in grids_thw])
+        full_groups = torch.cat([audio[: len(audio) // group * group] for audio in audios])
+        return super().fold(full_groups, grids_thw, shuffle)
 
     def processor(self, config: Any) -> dict[str, Any]:
         seconds = config.max_source_positions * SAMPLES_PER_POSITION // _RATE

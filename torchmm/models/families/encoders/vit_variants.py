@@ -75,8 +75,8 @@ class Dinov3Family(EncoderFamily):
     ) -> tuple[Tensor, Tensor]:
         _, rows, columns = inputs.grids_thw[0]
         size = side(tower.config.patch_size)
-        like = torch.empty((1, 0, rows * size, columns * size), device=device)
-        return tower.rope_embeddings(like)
+        example = torch.empty((1, 0, rows * size, columns * size), device=device)
+        return tower.rope_embeddings(example)
 
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any

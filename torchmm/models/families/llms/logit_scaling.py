@@ -47,15 +47,15 @@ def _changes_logits(settings: str, names: tuple[str, str, str], caps: bool) -> b
         torch.default_generator.manual_seed(0)  # does not change generators of GPUs
         config = AutoConfig.for_model(**json.loads(settings))
         small = small_llm_config(config, f"{text_model}.{layers}")
-        plain = AutoModelForCausalLM.from_config(
+        hf_model = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         ).eval()
-        randomize(plain)
+        randomize(hf_model)
         ids = torch.randint(3, 60, (1, 9))
-        hidden = plain.get_submodule(text_model)(ids, use_cache=False).last_hidden_state
-        expected = plain.get_submodule(head)(hidden)
+        hidden = hf_model.get_submodule(text_model)(ids, use_cache=False).last_hidden_state
+        expected = hf_model.get_submodule(head)(hidden)
         cap = getattr(small, "final_logit_softcapping", None)
         if caps and cap is not None:
             expected = torch.tanh(expected / cap) * cap
-        logits = plain(ids, use_cache=False).logits
+        logits = hf_model(ids, use_cache=False).logits
         return not torch.allclose(logits, expected, rtol=1e-5, atol=1e-6)
