@@ -65,9 +65,9 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageSizes, Microbatch, MicrobatchMeta
-from torchmm.data.steps.balanced import BalancedSteps, balanced_step
-from torchmm.data.steps.beside import StepsBeside
-from torchmm.data.steps.step_packs import Position
+from torchmm.data.steps.background_steps import BackgroundSteps
+from torchmm.data.steps.image_balance import ImageBalancedSteps, balance_images
+from torchmm.data.steps.plan_steps import StepPosition
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.exchange import data_parallel_exchange
@@ -308,10 +308,12 @@ def rows_of(case: str, found: Found) -> list[Row]:
 
 
 def balanced_steps(
-    directories: Sequence[Path], balance: ImageBalance, position: Position
-) -> BalancedSteps:
+    directories: Sequence[Path], balance: ImageBalance, position: StepPosition
+) -> ImageBalancedSteps:
     """Return the balanced steps of `MANY_RANKS` after a position."""
-    return BalancedSteps(steps_of(directories, MANY_RANKS, MANY_RANKS, position.state), balance)
+    return ImageBalancedSteps(
+        steps_of(directories, MANY_RANKS, MANY_RANKS, position.state), balance
+    )
 
 
 def host_rows(steps: int) -> list[Row]:
@@ -324,11 +326,13 @@ def host_rows(steps: int) -> list[Row]:
         for directory in directories:
             fabricate(directory, 1 << 22)
         planned = steps_of(directories, MANY_RANKS, MANY_RANKS)
-        balanced_step(next(planned), balance)  # The costs of image sizes are computed once.
+        balance_images(next(planned), balance)  # The costs of image sizes are computed once.
         for _ in range(steps):
             step = next(planned)
-            assigned_s.append(cpu_s(lambda step=step: balanced_step(step, balance))[0])
-        beside = StepsBeside(partial(balanced_steps, directories, balance), Position(7, MANY_RANKS))
+            assigned_s.append(cpu_s(lambda step=step: balance_images(step, balance))[0])
+        beside = BackgroundSteps(
+            partial(balanced_steps, directories, balance), StepPosition(7, MANY_RANKS)
+        )
         for number in range(steps + 4):  # The process starts after two steps.
             used_s, _ = cpu_s(lambda: (time.sleep(0.2), next(beside)))
             foreground_s += [used_s] * (number >= 4)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import ImageSpec, TextSpec
-from torchmm.data.layouts.sample import Record
+from torchmm.data.record_formats.sample import Record
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig
 

@@ -26,13 +26,13 @@ from support.harness import Row, run_cases
 
 from torchmm.common.batch import TextSpec
 from torchmm.common.files import canonical_json
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.index import measuring
-from torchmm.data.sources.index.building import Building
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.index import measure_shards
+from torchmm.data.sources.index.index_builder import IndexBuilder
 from torchmm.data.sources.index.length_index import MANIFEST, Shard, ShardSizes, read_index
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.steps.step_packs import Packs, StepSamples, StepSequence
+from torchmm.data.steps.feeds import FeedOptions, IndexFeed, Mixture, MixtureStage
+from torchmm.data.steps.plan_steps import PlannedStep, StepPacks, StepPlanner
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -47,13 +47,15 @@ SEED = 5
 def fabricate(directory: Path, samples: int) -> None:
     """Write an index of `samples` samples, whose shards are all the same file."""
     rng = np.random.default_rng(SEED)
-    count = min(samples, measuring.MANY_SAMPLES)
+    count = min(samples, measure_shards.LARGE_SHARD_SAMPLES)
     tokens = rng.gamma(2.0, MEAN_TOKENS / 2, count).clip(8, LENGTH).astype("<u4")
     starts = np.arange(count + 1, dtype="<u4")
     rows = np.array([[w, 336, w // 14 * 24, w // 28 * 12, 1, 0, 0, 0] for w in range(28, 1036, 4)])
     images = rng.integers(0, len(rows), count).astype(np.uint16)
     none = np.zeros(count + 1, "<u4"), np.zeros(0, np.uint16), np.zeros((0, 4), "<i4")
-    data, arrays = measuring.packed(ShardSizes(tokens, starts, images, rows.astype("<i4"), *none))
+    data, arrays = measure_shards.serialize_sizes(
+        ShardSizes(tokens, starts, images, rows.astype("<i4"), *none)
+    )
     shard = Shard(
         0, count, 0, int(tokens.min()), int(tokens.max()), "x", hashlib.sha256(data).hexdigest(),
         len(data), arrays,
@@ -62,10 +64,10 @@ def fabricate(directory: Path, samples: int) -> None:
         dataclasses.replace(shard, first=number * count) for number in range(samples // count)
     ]
     directory.mkdir(parents=True)
-    first = measuring.shard_file(directory, 0, "sizes")
+    first = measure_shards.shard_file(directory, 0, "sizes")
     first.write_bytes(data)
     for number in range(1, len(shards)):
-        measuring.shard_file(directory, number, "sizes").hardlink_to(first)
+        measure_shards.shard_file(directory, number, "sizes").hardlink_to(first)
     (directory / MANIFEST).write_bytes(
         canonical_json({"shards": [dataclasses.asdict(shard) for shard in shards]})
     )
@@ -73,7 +75,7 @@ def fabricate(directory: Path, samples: int) -> None:
 
 def steps_of(
     directories: Sequence[Path], replicas: int, ranks: int = 1, state: dict[str, Any] | None = None
-) -> StepSequence:
+) -> StepPlanner:
     """Return the steps of rank 0, from the start or from `state`."""
     feeds = []
     for number, directory in enumerate(directories):
@@ -84,8 +86,8 @@ def steps_of(
     training = TrainingConfig(
         global_batch_size=replicas * PACKS, microbatch_size=1, sequence_length=LENGTH, seed=SEED
     )
-    stages = [Stage([float(1 + number) for number in range(len(feeds))])]
-    return StepSequence(Mixture(feeds, stages), training, 16, ranks, 0, state)
+    stages = [MixtureStage([float(1 + number) for number in range(len(feeds))])]
+    return StepPlanner(Mixture(feeds, stages), training, 16, ranks, 0, state)
 
 
 def cpu_s(program: Callable[[], Any]) -> tuple[float, Any]:
@@ -103,16 +105,16 @@ def own_bytes() -> int:
     return 0
 
 
-def plan_bytes(step: StepSamples) -> int:
+def plan_bytes(step: PlannedStep) -> int:
     """Return the bytes of the arrays of a plan."""
-    assert isinstance(step.pack, Packs)
+    assert isinstance(step.pack, StepPacks)
     arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.places_RMB]
     return sum(array.nbytes for array in arrays)
 
 
-def sample_count(step: StepSamples) -> int:
+def sample_count(step: PlannedStep) -> int:
     """Return the number of samples of all ranks."""
-    assert isinstance(step.pack, Packs)
+    assert isinstance(step.pack, StepPacks)
     return int(step.pack.starts_P1[-1])
 
 
@@ -182,7 +184,7 @@ def names(steps: Sequence[Any]) -> list[Any]:
 
 def _begun(
     directory: Path, replicas: int, state: dict[str, Any] | None = None
-) -> tuple[StepSequence, StepSamples]:
+) -> tuple[StepPlanner, PlannedStep]:
     steps = steps_of([directory], replicas, state=state)
     return steps, next(steps)
 
@@ -217,7 +219,7 @@ def index(size: str) -> Iterator[list[Row]]:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "index"
         before = own_bytes()
-        used_s, built = cpu_s(lambda: Building("texts", Texts(count), reader, directory).load())
+        used_s, built = cpu_s(lambda: IndexBuilder("texts", Texts(count), reader, directory).load())
         stored = sum(f.stat().st_size for f in directory.glob("*.sizes"))
         case = f"{len(built):,} texts"
         yield [

@@ -23,7 +23,7 @@ from torchmm.common.log import loading
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
-    from torchmm.data.sources.index.building import Building
+    from torchmm.data.sources.index.index_builder import IndexBuilder
 
 logger = logging.getLogger("torchmm.index_data")
 
@@ -37,11 +37,11 @@ def parse_shard(text: str) -> tuple[int, int]:
     return shard
 
 
-def list_index_builders(config: str, overrides: list[str], workers: int) -> list[Building]:
+def list_index_builders(config: str, overrides: list[str], workers: int) -> list[IndexBuilder]:
     """Return the indices of all sources of the recipe, including validation sources."""
     recipe = load_recipe(config, overrides).recipe
     with loading():
-        from torchmm.data.sources.open import make_reader, open_buildings
+        from torchmm.data.sources.open import make_reader, open_index_builders
         from torchmm.data.tokenizer import load_tokenizer
         from torchmm.models.build import build_model
 
@@ -51,7 +51,9 @@ def list_index_builders(config: str, overrides: list[str], workers: int) -> list
     indices = []
     for validation in (False, True):
         reader = make_reader(data, recipe.training, **specs, validation=validation)
-        indices += open_buildings(data, recipe.training, reader, specs["tokenizer"], validation)
+        indices += open_index_builders(
+            data, recipe.training, reader, specs["tokenizer"], validation
+        )
     return [building for _, _, building in indices if building is not None]
 
 

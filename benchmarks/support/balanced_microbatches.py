@@ -11,12 +11,12 @@ from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.data.items import Item
-from torchmm.data.steps.balanced import assign_images
-from torchmm.data.steps.step_packs import Balance
+from torchmm.data.steps.image_balance import assign_images
+from torchmm.data.steps.plan_steps import ImageBalancer
 
 
 def balanced_microbatch(
-    microbatches: Sequence[Microbatch], balance: Balance, rank: int
+    microbatches: Sequence[Microbatch], balance: ImageBalancer, rank: int
 ) -> BalancedMicrobatch:
     """Return the microbatch of a rank with the images that it encodes and generates.
 

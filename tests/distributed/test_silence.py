@@ -36,7 +36,7 @@ BEFORE_STEPS = (
     "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
-    "torchmm.data.nodes:Waiting.get",
+    "torchmm.data.nodes:TimedCall.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:OptimizerUpdate.apply",
     "torchmm.training.validation:held_out_losses",

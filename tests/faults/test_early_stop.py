@@ -13,7 +13,7 @@ from torchmm.training.shutdown import EXIT_GRACE_S, read_status
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("blocked_start_train.py")
-MEASURING = "torchmm.data.sources.index.building:measure_shard"
+MEASURING = "torchmm.data.sources.index.index_builder:measure_shard"
 WEIGHTS = "torchmm.training.model_build:init_weights"
 TOKENIZER = "torchmm.training.model_build:load_tokenizer"
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import CONFIG_MAPPING
 
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.data.media.medium import open_media
+from torchmm.data.media.preprocessors import open_media
 from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

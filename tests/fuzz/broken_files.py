@@ -28,7 +28,7 @@ from transformers import (
 
 from fuzz.broken_configs import limits, wrong_values
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.data.media.medium import open_media
+from torchmm.data.media.preprocessors import open_media
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights

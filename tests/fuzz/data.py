@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.data.media.clip_files import write_clip
+from torchmm.data.media.video_writer import encode_video
 
 WORDS = 80
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
@@ -69,7 +69,7 @@ def make_data(directory: Path) -> None:
         width, height = 2 * rng.integers(8, 14, 2)  # the codec requires even heights and widths
         frames = 2 * int(rng.integers(2, 5))  # two or more pairs of frames, one pair per second
         pixels = rng.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
-        video = write_clip([Image.fromarray(frame) for frame in pixels], fps=VIDEO_FPS)
+        video = encode_video([Image.fromarray(frame) for frame in pixels], fps=VIDEO_FPS)
         (directory / f"video-{number}.mp4").write_bytes(video)
     for name in SOURCES:
         rng = np.random.default_rng([2, SOURCES.index(name)])

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import TextSpec
-from torchmm.data.layouts.sample import Record
+from torchmm.data.record_formats.sample import Record
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.data_section import DataConfig
 

@@ -164,7 +164,7 @@ class ImageBalance:
         return [module.name for module in self.modules]
 
     def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
-        """Return the rank that reads each image (`torchmm.data.steps.step_packs.Balance`)."""
+        """Return the rank that reads each image (`torchmm.data.steps.plan_steps.ImageBalancer`)."""
         owners_I = np.empty_like(homes_I)
         before, after, total = 0.0, 0.0, 0.0
         for number, module in enumerate(self.modules):

@@ -24,12 +24,12 @@ Tables (the module that reads a table describes its entries):
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
     action_runners    functions that run actions of a step     `torchmm.pipelining.run.runtime`
     layer_stops       hooks at which encoder layers yield      `torchmm.parallel.apply`
-    file_systems      files at addresses                       `torchmm.data.files.remote`
+    file_systems      files at addresses                       `torchmm.data.files.remote_files`
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.store`
     generators        "module": a generator                    `torchmm.models.build`
-    generators        "images": preparation of its images      `torchmm.data.generated`
+    generators        "images": preparation of its images      `torchmm.data.target_images`
     model_fallbacks   families of models that no table lists   `torchmm.models.build`
 """
 

@@ -20,8 +20,13 @@ from torchmm.data.nodes import State
 from torchmm.data.samples import find_samples, sample_service
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.data.steps.beside import StepsBeside
-from torchmm.data.steps.step_packs import Arrange, Balance, Position, Steps
+from torchmm.data.steps.background_steps import BackgroundSteps
+from torchmm.data.steps.plan_steps import (
+    ArrangeSequences,
+    ImageBalancer,
+    StepIterator,
+    StepPosition,
+)
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -38,8 +43,8 @@ def build_loader(  # noqa: PLR0913 - the inputs of a run
     state: dict[str, Any] | None,
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
-    arrange: Arrange | None = None,
-    balance: Balance | None = None,
+    arrange: ArrangeSequences | None = None,
+    balance: ImageBalancer | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
@@ -83,7 +88,7 @@ def build_loader(  # noqa: PLR0913 - the inputs of a run
     )
     service = sample_service(data)
     rank = data_parallel_rank
-    position = Position(rank, data_parallel_size, state, arrange, resume_changed, balance)
+    position = StepPosition(rank, data_parallel_size, state, arrange, resume_changed, balance)
     return Loader(
         partial(_plan_steps, samples, data, training, position),
         samples.decoder.for_rank(reads),
@@ -100,9 +105,9 @@ def _plan_steps(
     samples: SampleSet,
     data: DataConfig,
     training: TrainingConfig,
-    position: Position,
+    position: StepPosition,
     state: State | None,
-) -> Steps:
+) -> StepIterator:
     """Return the steps after a loader state. A state of None is the position of the run.
 
     Steps that are reordered or balanced are planned in a background process if that is faster.
@@ -113,7 +118,7 @@ def _plan_steps(
     # Only one process can read a stream.
     if is_natural or not data.workers or not isinstance(samples, Samples) or samples.streamed:
         return samples.sequence(data, training, position)
-    return StepsBeside(partial(samples.order.sequence, data, training), position)
+    return BackgroundSteps(partial(samples.order.sequence, data, training), position)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

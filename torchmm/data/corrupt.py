@@ -15,9 +15,9 @@ from torchmm.common.errors import DataError, TorchmmError
 
 MIN_SAMPLES_FOR_FRACTION = 100
 """Minimum number of samples for which the fraction is checked."""
-SHOWN = 10
+MAX_LOGGED_SAMPLES = 10
 """Number of corrupt samples of a source that are logged. All are counted."""
-LONGEST_REASON = 2000
+MAX_REASON_CHARACTERS = 2000
 """Maximum length of a message in characters. Names in data may have millions."""
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class CorruptSampleError(ValueError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
+        super().__init__(escape_text(reason))
 
 
 class BeyondLimitError(CorruptSampleError):
@@ -50,10 +50,10 @@ class BeyondLimitError(CorruptSampleError):
         self.limit = limit
 
 
-def printable(text: str, longest: int = LONGEST_REASON) -> str:
-    """Return text with escaped control characters, shortened to about `longest` characters."""
-    if len(text) > longest:  # the reason is at the end, after names
-        half = longest // 2
+def escape_text(text: str, max_characters: int = MAX_REASON_CHARACTERS) -> str:
+    """Return text with escaped control characters and about `max_characters` characters at most."""
+    if len(text) > max_characters:  # the reason is at the end, after names
+        half = max_characters // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text
@@ -61,15 +61,15 @@ def printable(text: str, longest: int = LONGEST_REASON) -> str:
     return "".join(escaped)
 
 
-def first_of(messages: Sequence[str]) -> str:
+def list_messages(messages: Sequence[str]) -> str:
     """Return the first messages about corrupt samples, one per line."""
-    more = len(messages) - SHOWN
-    lines = [*messages[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    more = len(messages) - MAX_LOGGED_SAMPLES
+    lines = [*messages[:MAX_LOGGED_SAMPLES], *([f"and {more} more"] if more > 0 else [])]
     return "".join(f"\n  - {line}" for line in lines)
 
 
 @contextmanager
-def naming_place(where: str) -> Iterator[None]:
+def record_errors_at(where: str) -> Iterator[None]:
     """Convert exceptions of a block to a `CorruptSampleError` with the location of the record.
 
     Record formats, chat templates and decoders check for many errors in records. This function
@@ -110,10 +110,10 @@ class CorruptLimit:
         measured: Number of samples of a pass. 0 if unknown, as for streams.
     """
 
-    def __init__(self, max_samples: int, max_fraction: float, measured: int = 0) -> None:
+    def __init__(self, max_samples: int, max_fraction: float, samples_per_pass: int = 0) -> None:
         self.max_samples = max_samples
         self.max_fraction = max_fraction
-        self.measured = measured
+        self.samples_per_pass = samples_per_pass
         self.corrupt = 0
         self.seen = 0
 
@@ -129,14 +129,15 @@ class CorruptLimit:
         """
         self.corrupt += corrupt
         self.seen += seen
-        passes = max(1.0, self.seen / self.measured) if self.measured else 1.0
-        many = self.corrupt > self.max_samples * passes
-        share = self.corrupt / max(self.seen, self.measured, 1)
-        dense = self.seen >= MIN_SAMPLES_FOR_FRACTION and share > self.max_fraction
-        if many or dense:
+        passes = max(1.0, self.seen / self.samples_per_pass) if self.samples_per_pass else 1.0
+        exceeds_count = self.corrupt > self.max_samples * passes
+        fraction = self.corrupt / max(self.seen, self.samples_per_pass, 1)
+        exceeds_fraction = self.seen >= MIN_SAMPLES_FOR_FRACTION and fraction > self.max_fraction
+        if exceeds_count or exceeds_fraction:
             raise DataError(
                 f"{self.corrupt} of {self.seen} samples are corrupt, but the limits are "
                 f"data.max_corrupt_samples = {self.max_samples} and data.max_corrupt_fraction "
-                f"= {self.max_fraction}. The log lists the first {SHOWN} of every source; "
+                f"= {self.max_fraction}. The log lists the first {MAX_LOGGED_SAMPLES} of every "
+                "source; "
                 "remove or repair these samples, or raise the limits"
             )

@@ -4,8 +4,9 @@ Each rank reads and tokenizes all records of its data-parallel rank, because pla
 on the number of targets. It decodes only the images that `Reads` assigns to it. It does not open
 the files of the remaining images, except for tiles and videos, whose text depends on the file.
 
-A sample that is corrupt is masked (`torchmm.data.rows`). Ranks of a replica may find different
-corrupt samples, so `StepDecoder.blank_out` masks the samples that the remaining ranks found.
+A sample that is corrupt is masked (`torchmm.data.microbatch_builder`). Ranks of a replica may find
+different corrupt samples, so `StepDecoder.mask_corrupt_samples` masks the samples that the
+remaining ranks found.
 """
 
 from __future__ import annotations
@@ -26,37 +27,37 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.common.processes import MORE_SHARED_MEMORY
 from torchmm.common.row_slices import BalancedMicrobatch, Reads
 from torchmm.common.tiles import Kept
-from torchmm.data.corrupt import CorruptSampleError, naming_place
-from torchmm.data.generated import DecodedDrawing, DrawingPreprocessor, Key
+from torchmm.data.corrupt import CorruptSampleError, record_errors_at
 from torchmm.data.items import (
-    BalancedShare,
-    EncodedImages,
+    AssignedSample,
+    BalancedRankSamples,
     Item,
     PackItems,
-    ReadSample,
+    RankImages,
     microbatch_meta,
 )
-from torchmm.data.layouts.questions import references_of
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.media.text import places_in_rows
+from torchmm.data.media.text import placeholder_offsets
 from torchmm.data.media.tiles import Tile
-from torchmm.data.media.video import ClipFrames
-from torchmm.data.rows import (
+from torchmm.data.media.video import VideoFrames
+from torchmm.data.microbatch_builder import (
     DecodedSample,
-    RowBuilder,
-    blank_out,
-    blank_read,
-    blank_sample,
+    MicrobatchBuilder,
+    make_masked_sample,
+    mask_corrupt_samples,
     sample_name,
+    zero_corrupt_images,
 )
-from torchmm.data.sources.configured import MapSource
+from torchmm.data.record_formats.questions import read_references
 from torchmm.data.sources.reader import (
-    CHANGED,
+    CHANGED_MESSAGE,
     EncodedFile,
-    Opened,
+    ReadCounter,
     SampleReader,
-    data_of,
+    require_bytes,
 )
+from torchmm.data.sources.source_options import MapSource
+from torchmm.data.target_images import NoiseKey, TargetImage, TargetImagePreprocessor
 
 
 @dataclass
@@ -131,9 +132,9 @@ class StepDecoder(Dataset[DecodedStep]):
         return self._reader
 
     @property
-    def drawings(self) -> DrawingPreprocessor | None:
+    def target_preprocessor(self) -> TargetImagePreprocessor | None:
         """Preprocessor of target images, or None without a generator."""
-        return self._reader.drawings
+        return self._reader.target_preprocessor
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -145,10 +146,10 @@ class StepDecoder(Dataset[DecodedStep]):
         """Mapping of uint8 pixels to model inputs, by encoder."""
         return {name: medium.byte_values for name, medium in self._reader.media.items()}
 
-    def __getitem__(self, share: list[list[PackItems]] | BalancedShare) -> DecodedStep:
-        if isinstance(share, BalancedShare):
-            return with_noise(self.drawings, self._decode_balanced(share), share)
-        return with_noise(self.drawings, self.decode(share), share)
+    def __getitem__(self, share: list[list[PackItems]] | BalancedRankSamples) -> DecodedStep:
+        if isinstance(share, BalancedRankSamples):
+            return add_noise(self.target_preprocessor, self._decode_balanced(share), share)
+        return add_noise(self.target_preprocessor, self.decode(share), share)
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         """Decode the sequences of each microbatch. The result has no noise."""
@@ -163,7 +164,7 @@ class StepDecoder(Dataset[DecodedStep]):
             read_bytes=sum(part.read_bytes for part in parts),
         )
 
-    def _decode_balanced(self, share: BalancedShare, *, blank: bool = False) -> DecodedStep:
+    def _decode_balanced(self, share: BalancedRankSamples, *, blank: bool = False) -> DecodedStep:
         """Return the step with the images of this rank's encoders and generator, without noise.
 
         Args:
@@ -180,7 +181,7 @@ class StepDecoder(Dataset[DecodedStep]):
             self._images_to_decode(task_metas),
             strict=True,
         ):
-            opened = Opened()
+            opened = ReadCounter()
             arguments = () if blank else (step, opened)
             step.microbatches.append(self._balanced(packs, encoded, meta, images, *arguments))
             step.read_bytes += opened.read_bytes
@@ -189,11 +190,11 @@ class StepDecoder(Dataset[DecodedStep]):
     def _balanced(
         self,
         packs: list[PackItems],
-        encoded: EncodedImages,
+        encoded: RankImages,
         task_meta: MicrobatchMeta,
         images: Mapping[str, range],
         step: DecodedStep | None = None,
-        opened: Opened | None = None,
+        opened: ReadCounter | None = None,
     ) -> BalancedMicrobatch:
         """Return the microbatch of the packs and the images that this rank reads for all ranks.
 
@@ -206,25 +207,25 @@ class StepDecoder(Dataset[DecodedStep]):
             opened: Counter of read bytes. If None, all samples are masked.
         """
         encoders = self._reader.encoders
-        read = RowBuilder(self._reader, images)
+        read = MicrobatchBuilder(self._reader, images)
         decodes = _DecodeFlags(images)
-        local = {_key(item) for pack in packs for item in pack}
-        decoded = {_key(each.item): decodes.next(each, encoders) for each in encoded.samples}
+        local = {_item_key(item) for pack in packs for item in pack}
+        decoded = {_item_key(each.item): decodes.next(each, encoders) for each in encoded.samples}
         samples: dict[tuple[int, int, int], DecodedSample] = {}
 
-        row = RowBuilder(self._reader, (*encoders, GENERATOR))
+        row = MicrobatchBuilder(self._reader, (*encoders, GENERATOR))
         for pack in packs:
             for item in pack:
-                flags = decoded.get(_key(item), _SampleFlags.nothing(item.meta))
-                sample = samples[_key(item)] = self._sample(item, flags, step, opened)
+                flags = decoded.get(_item_key(item), _SampleFlags.none(item.meta))
+                sample = samples[_item_key(item)] = self._sample(item, flags, step, opened)
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
-        for item, chosen, generated in encoded.samples:
-            if _key(item) in local:
-                sample = samples[_key(item)]
+        for item, selected, generated in encoded.samples:
+            if _item_key(item) in local:
+                sample = samples[_item_key(item)]
             else:
-                sample = self._sample(item, decoded[_key(item)], step, opened)
-            read.append_images(sample, item.meta, chosen, generated)
+                sample = self._sample(item, decoded[_item_key(item)], step, opened)
+            read.append_images(sample, item.meta, selected, generated)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
         return BalancedMicrobatch(
@@ -249,7 +250,10 @@ class StepDecoder(Dataset[DecodedStep]):
         ranges: list[dict[str, range]] = [{} for _ in metas]
         if self._reads is None:
             return ranges
-        for name in (*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])):
+        for name in (
+            *self._reader.encoders,
+            *([GENERATOR] if self._reader.target_preprocessor else []),
+        ):
             for by_name, images in zip(ranges, self._reads.images(metas, name) or (), strict=False):
                 by_name[name] = images
         return ranges
@@ -262,23 +266,23 @@ class StepDecoder(Dataset[DecodedStep]):
             images: Entry of `images_to_decode` for the microbatch.
         """
         step = DecodedStep([], {})
-        opened = Opened()
+        opened = ReadCounter()
         step.microbatches.append(self._microbatch(packs, _DecodeFlags(images), step, opened))
         step.read_bytes += opened.read_bytes
         return step
 
-    def step_bytes(self, share: list[list[PackItems]] | BalancedShare) -> int:
+    def step_bytes(self, share: list[list[PackItems]] | BalancedRankSamples) -> int:
         """Return the size of the tensors of a step in bytes, without reading data.
 
         The size excludes the positions of targets, which have 8 bytes each.
         """
-        if isinstance(share, BalancedShare):
+        if isinstance(share, BalancedRankSamples):
             step = self._decode_balanced(share, blank=True)
         else:
             step = DecodedStep([], {})
             for packs, images in zip(share, self.images_to_decode(share), strict=True):
                 step.microbatches.append(self._microbatch(packs, _DecodeFlags(images)))
-        step = with_noise(self.drawings, step, share)
+        step = add_noise(self.target_preprocessor, step, share)
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
@@ -288,20 +292,22 @@ class StepDecoder(Dataset[DecodedStep]):
             return []
         reader = self._reader
         sample = reader.read(source.read(index))
-        shown = [n for n, medium in reader.media.items() if medium.spec.modality == "image"][:1]
+        displayed_encoders = [
+            n for n, medium in reader.media.items() if medium.spec.modality == "image"
+        ][:1]
         return [
             picture
             for file, image in zip(sample.files, sample.images, strict=True)
-            if reader.medium(image).spec.encoder in shown
-            for picture in _pictures(file, reader.max_pixels)
+            if reader.medium(image).spec.encoder in displayed_encoders
+            for picture in _decode_images(file, reader.max_pixels)
         ]
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """Return the result of `references_of`. Empty if the source is a stream."""
+        """Return the result of `read_references`. Empty if the source is a stream."""
         source = self._sources[feed]
-        return () if source is None else references_of(source.read(index))
+        return () if source is None else read_references(source.read(index))
 
-    def blank_out(
+    def mask_corrupt_samples(
         self, microbatch: Microbatch, packs: list[PackItems], corrupt: Collection[str]
     ) -> Microbatch:
         """Return the microbatch with masked corrupt samples. Its tensors are changed in place.
@@ -311,28 +317,28 @@ class StepDecoder(Dataset[DecodedStep]):
             packs: Sequences of the microbatch.
             corrupt: Names of the corrupt samples ("source[index]").
         """
-        return blank_out(self._reader, microbatch, packs, self._sequence_length, corrupt)
+        return mask_corrupt_samples(self._reader, microbatch, packs, self._sequence_length, corrupt)
 
-    def blank_read(
-        self, microbatch: BalancedMicrobatch, encoded: EncodedImages, corrupt: Collection[str]
+    def zero_corrupt_images(
+        self, microbatch: BalancedMicrobatch, encoded: RankImages, corrupt: Collection[str]
     ) -> None:
         """Zero the images of corrupt samples that this rank reads, in place."""
-        blank_read(self._reader, microbatch, encoded, corrupt)
+        zero_corrupt_images(self._reader, microbatch, encoded, corrupt)
 
     def _microbatch(
         self,
         packs: list[PackItems],
         flags: _DecodeFlags,
         step: DecodedStep | None = None,
-        opened: Opened | None = None,
+        opened: ReadCounter | None = None,
     ) -> Microbatch:
         """Return the microbatch of these samples. Without `step`, all samples are masked."""
-        row = RowBuilder(self._reader, flags.images)
+        row = MicrobatchBuilder(self._reader, flags.images)
         for pack in packs:
             for item in pack:
                 meta = item.meta
                 every = [True] * len(meta.images), [True] * len(meta.generated)
-                sample_flags = flags.next(ReadSample(item, *every), self._reader.encoders)
+                sample_flags = flags.next(AssignedSample(item, *every), self._reader.encoders)
                 row.append(self._sample(item, sample_flags, step, opened), meta)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
@@ -341,9 +347,9 @@ class StepDecoder(Dataset[DecodedStep]):
     def _sample(
         self,
         item: Item,
-        own: _SampleFlags,
+        flags: _SampleFlags,
         step: DecodedStep | None,
-        opened: Opened | None,
+        opened: ReadCounter | None,
     ) -> DecodedSample:
         """Return a sample. It is masked if it is corrupt, or if `step` is None.
 
@@ -354,15 +360,15 @@ class StepDecoder(Dataset[DecodedStep]):
             opened: Counter of read bytes.
         """
         if step is None or opened is None:
-            return self._blank(item, own)
+            return self._blank(item, flags)
         try:
-            return self._decode(item, own, step, opened)
+            return self._decode(item, flags, step, opened)
         except CorruptSampleError as error:
             step.corrupt[sample_name(item.meta)] = str(error)
-            return self._blank(item, own)
+            return self._blank(item, flags)
 
     def _decode(
-        self, item: Item, own: _SampleFlags, step: DecodedStep, opened: Opened
+        self, item: Item, flags: _SampleFlags, step: DecodedStep, opened: ReadCounter
     ) -> DecodedSample:
         """Return a decoded sample.
 
@@ -375,60 +381,67 @@ class StepDecoder(Dataset[DecodedStep]):
             source = self._sources[item.feed]
             assert source is not None
             record = source.read(item.meta.index)
-        with naming_place(record.where):
-            step.read_bytes += record_bytes(record.columns)
+        with record_errors_at(record.where):
+            step.read_bytes += count_record_bytes(record.columns)
             sample = reader.read(record, item.meta, opened)
             meta = reader.meta(item.meta.source, item.meta.index, sample)
             if meta != item.meta:
-                raise CorruptSampleError(f"{CHANGED}: {item.meta} -> {meta}")
+                raise CorruptSampleError(f"{CHANGED_MESSAGE}: {item.meta} -> {meta}")
             pixels = [
                 reader.pixels(file, image, opened) if decoded else None
-                for file, image, decoded in zip(sample.files, meta.images, own.images, strict=True)
+                for file, image, decoded in zip(
+                    sample.files, meta.images, flags.images, strict=True
+                )
             ]
-            drawings: list[DecodedDrawing] = []
+            target_images: list[TargetImage] = []
             for file, drawn, context_end, decoded in zip(
                 sample.generated_files,
                 sample.generated,
                 sample.text.generated_at,
-                own.drawings,
+                flags.target_images,
                 strict=False,
             ):
-                assert reader.drawings is not None
-                key = _drawing_key(item, len(drawings))
+                assert reader.target_preprocessor is not None
+                key = _noise_key(item, len(target_images))
                 if decoded:
-                    drawings.append(reader.drawing(file, drawn, context_end, key, opened))
+                    target_images.append(
+                        reader.decode_target_image(file, drawn, context_end, key, opened)
+                    )
                 else:
-                    drawings.append(reader.drawings.without_pixels(drawn, context_end, key))
-            step.decoded_media += sum(own.images) + sum(own.drawings)
+                    target_images.append(
+                        reader.target_preprocessor.without_pixels(drawn, context_end, key)
+                    )
+            step.decoded_media += sum(flags.images) + sum(flags.target_images)
             kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
-            places = [
-                file.places if isinstance(file, Tile) else self._places(image)
+            token_offsets = [
+                file.token_offsets if isinstance(file, Tile) else self._token_offsets(image)
                 for file, image in zip(sample.files, meta.images, strict=True)
             ]
             text = sample.text
             ids_L = np.asarray(text.ids, np.int64)
             return DecodedSample(
-                ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
+                ids_L, text.targets_L, text.image_starts, pixels, kept, token_offsets, target_images
             )
 
-    def _places(self, image: ImageMeta) -> np.ndarray:
+    def _token_offsets(self, image: ImageMeta) -> np.ndarray:
         """Return the positions of image tokens relative to the first placeholder."""
         if self._reader.text_spec.row_end_id is None:
             return np.arange(image.tokens)
         _, _, columns = self._reader.medium(image).block(image)
-        return places_in_rows(image.tokens, columns)
+        return placeholder_offsets(image.tokens, columns)
 
     def rebuild(
         self,
         packs: list[PackItems],
         images: Mapping[str, range],
-        found: Microbatch | None = None,
+        source_microbatch: Microbatch | None = None,
         corrupt: Collection[str] = (),
     ) -> Microbatch:
         """Return the microbatch of these samples without pixels, computed from their metadata.
 
         Token ids, targets, crops of tiles and positions of images and contexts are copied from
-        `found`. Position ids, document boundaries, patch grids and times are recomputed.
+        `source_microbatch`. Position ids, document boundaries, patch grids and times are
+        recomputed.
 
         Args:
             packs: Sequences of the microbatch.
@@ -439,14 +452,18 @@ class StepDecoder(Dataset[DecodedStep]):
         Raises:
             ValueError: The images of a sample do not fit into its tokens.
         """
-        row = RowBuilder(self._reader, images)
-        copied = None if found is None else _Copied(found, self._reader.encoders)
+        row = MicrobatchBuilder(self._reader, images)
+        copied = (
+            None
+            if source_microbatch is None
+            else _CopiedSamples(source_microbatch, self._reader.encoders)
+        )
         start = 0
         for pack in packs:
             for item in pack:
-                sample = self._blank(item, _SampleFlags.nothing(item.meta))
+                sample = self._blank(item, _SampleFlags.none(item.meta))
                 if copied is not None:
-                    decoded = copied.next(item, start, self._reader.drawings)
+                    decoded = copied.next(item, start, self._reader.target_preprocessor)
                     sample = sample if sample_name(item.meta) in corrupt else decoded
                 row.append(sample, item.meta)
                 start += item.meta.tokens
@@ -460,16 +477,16 @@ class StepDecoder(Dataset[DecodedStep]):
                 inputs.held = list(images[name])
         return rebuilt
 
-    def _blank(self, item: Item, own: _SampleFlags) -> DecodedSample:
-        sample = blank_sample(self._reader, item.meta, own.images)
-        drawings: list[DecodedDrawing] = []
+    def _blank(self, item: Item, flags: _SampleFlags) -> DecodedSample:
+        sample = make_masked_sample(self._reader, item.meta, flags.images)
+        target_images: list[TargetImage] = []
         for number, drawn in enumerate(item.meta.generated):
-            assert self._reader.drawings is not None
-            drawing = self._reader.drawings.blank(drawn, _drawing_key(item, number))
-            if not own.drawings[number]:
-                drawing = replace(drawing, patches_PV=None)
-            drawings.append(drawing)
-        return replace(sample, drawings=drawings)
+            assert self._reader.target_preprocessor is not None
+            target_image = self._reader.target_preprocessor.blank(drawn, _noise_key(item, number))
+            if not flags.target_images[number]:
+                target_image = replace(target_image, patches_PV=None)
+            target_images.append(target_image)
+        return replace(sample, target_images=target_images)
 
 
 @dataclass(frozen=True)
@@ -477,15 +494,15 @@ class _SampleFlags:
     """Decode flags of each image and each target image of a sample, for one rank."""
 
     images: list[bool]
-    drawings: list[bool]
+    target_images: list[bool]
 
     @classmethod
-    def nothing(cls, meta: SampleMeta) -> _SampleFlags:
+    def none(cls, meta: SampleMeta) -> _SampleFlags:
         """Return the flags of a rank that decodes no image of a sample."""
         return cls([False] * len(meta.images), [False] * len(meta.generated))
 
 
-class _Copied:
+class _CopiedSamples:
     """Iterator over the token ids, targets and positions of the samples of a microbatch.
 
     Args:
@@ -493,49 +510,51 @@ class _Copied:
         encoders: Names of the encoders.
     """
 
-    def __init__(self, found: Microbatch, encoders: Sequence[str]) -> None:
-        self._found = found
+    def __init__(self, source_microbatch: Microbatch, encoders: Sequence[str]) -> None:
+        self._source_microbatch = source_microbatch
         self._encoders = encoders
         self._positions: dict[str, Iterator[Tensor]] = {}
         self._kept: dict[str, Iterator[Kept | None]] = {}
-        for name, inputs in found.encoders.items():
-            tokens = [image.tokens for image in found.meta.images_read_by(name)]
+        for name, inputs in source_microbatch.encoders.items():
+            tokens = [image.tokens for image in source_microbatch.meta.images_read_by(name)]
             self._positions[name] = iter(inputs.positions_K.split(tokens))
             self._kept[name] = repeat(None) if inputs.kept is None else iter(inputs.kept)
-        contexts = [each.context for each in found.meta.generated]
-        drawn = found.generator
-        self._contexts = iter(drawn.context_positions_K.split(contexts) if drawn else ())
+        contexts = [each.context for each in source_microbatch.meta.generated]
+        drawn = source_microbatch.generator
+        self._context_positions = iter(drawn.context_positions_K.split(contexts) if drawn else ())
 
-    def next(self, item: Item, start: int, drawings: DrawingPreprocessor | None) -> DecodedSample:
+    def next(
+        self, item: Item, start: int, target_preprocessor: TargetImagePreprocessor | None
+    ) -> DecodedSample:
         """Return the next sample without pixels.
 
         Args:
             item: Planned sample.
             start: Index of the first token of the sample in the microbatch.
-            drawings: Preprocessor of target images.
+            target_preprocessor: Preprocessor of target images.
         """
         meta = item.meta
         tokens = slice(start, start + meta.tokens)
         starts: list[int] = []
-        places: list[np.ndarray] = []
+        token_offsets: list[np.ndarray] = []
         kept: list[Kept | None] = []
         for image in meta.images:
             name = image.encoder or meta.encoder or self._encoders[0]
             positions = next(self._positions[name]).numpy() - start
             first = int(positions[0]) if len(positions) else 0
             starts.append(first)
-            places.append(positions - first)
+            token_offsets.append(positions - first)
             kept.append(next(self._kept[name]))
         generated = []
         for number, each in enumerate(meta.generated):
-            assert drawings is not None
-            context_end = int(next(self._contexts)[-1]) + 1 - start
-            key = _drawing_key(item, number)
-            generated.append(drawings.without_pixels(each, context_end, key))
-        ids_L = self._found.input_ids_T[tokens].numpy()
-        targets_L = self._found.targets_T[tokens].numpy()
+            assert target_preprocessor is not None
+            context_end = int(next(self._context_positions)[-1]) + 1 - start
+            key = _noise_key(item, number)
+            generated.append(target_preprocessor.without_pixels(each, context_end, key))
+        ids_L = self._source_microbatch.input_ids_T[tokens].numpy()
+        targets_L = self._source_microbatch.targets_T[tokens].numpy()
         pixels: list[np.ndarray | None] = [None] * len(starts)
-        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, generated)
+        return DecodedSample(ids_L, targets_L, starts, pixels, kept, token_offsets, generated)
 
 
 @dataclass
@@ -547,80 +566,83 @@ class _DecodeFlags:
     _seen: dict[str, int] = field(default_factory=dict)
     """Number of images of the preceding samples, by module."""
 
-    def next(self, sample: ReadSample, encoders: Sequence[str]) -> _SampleFlags:
+    def next(self, sample: AssignedSample, encoders: Sequence[str]) -> _SampleFlags:
         """Return the flags of the next sample. The index counts only images that the rank reads."""
         meta = sample.item.meta
         names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
         return _SampleFlags(
-            [is_read and self._takes(n) for n, is_read in zip(names, sample.images, strict=True)],
-            [is_drawn and self._takes(GENERATOR) for is_drawn in sample.generated],
+            [
+                is_read and self._decodes_next(n)
+                for n, is_read in zip(names, sample.images, strict=True)
+            ],
+            [is_drawn and self._decodes_next(GENERATOR) for is_drawn in sample.generated],
         )
 
-    def _takes(self, module: str) -> bool:
+    def _decodes_next(self, module: str) -> bool:
         number = self._seen.get(module, 0)
         self._seen[module] = number + 1
         return module not in self.images or number in self.images[module]
 
 
-def with_noise(
-    drawings: DrawingPreprocessor | None,
+def add_noise(
+    target_preprocessor: TargetImagePreprocessor | None,
     step: DecodedStep,
-    share: list[list[PackItems]] | BalancedShare,
+    share: list[list[PackItems]] | BalancedRankSamples,
 ) -> DecodedStep:
     """Return a decoded step with noise for the target images whose pixels it has.
 
     Args:
-        drawings: Preprocessor of target images. If None, the step is returned.
+        target_preprocessor: Preprocessor of target images. If None, the step is returned.
         step: Decoded step without noise.
         share: Samples of the step.
     """
-    if drawings is None:
+    if target_preprocessor is None:
         return step
-    packs = share.microbatches if isinstance(share, BalancedShare) else share
+    packs = share.microbatches if isinstance(share, BalancedRankSamples) else share
     microbatches = []
     for number, microbatch in enumerate(step.microbatches):
         changed: dict[str, Any] = {}
         if microbatch.generator is not None:
             items = [item for pack in packs[number] for item in pack]
-            keys = [_drawing_key(i, n) for i in items for n in range(len(i.meta.generated))]
-            changed["generator"] = drawings.with_noise(microbatch.generator, keys)
+            keys = [_noise_key(i, n) for i in items for n in range(len(i.meta.generated))]
+            changed["generator"] = target_preprocessor.add_noise(microbatch.generator, keys)
         if isinstance(microbatch, BalancedMicrobatch) and microbatch.drawn is not None:
-            assert isinstance(share, BalancedShare)
+            assert isinstance(share, BalancedRankSamples)
             keys = [
-                _drawing_key(sample.item, image)
+                _noise_key(sample.item, image)
                 for sample in share.encoded[number].samples
                 for image, is_drawn in enumerate(sample.generated)
                 if is_drawn
             ]
-            changed["drawn"] = drawings.with_noise(microbatch.drawn, keys)
+            changed["drawn"] = target_preprocessor.add_noise(microbatch.drawn, keys)
         microbatches.append(replace(microbatch, **changed))
     return replace(step, microbatches=microbatches)
 
 
-def record_bytes(value: Any) -> int:
+def count_record_bytes(value: Any) -> int:
     """Return the total size of strings and bytes in a record. A character counts as one byte."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(record_bytes, value.values()))
+        return sum(map(count_record_bytes, value.values()))
     if isinstance(value, list | tuple):
-        return sum(map(record_bytes, value))
+        return sum(map(count_record_bytes, value))
     return 0
 
 
-def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
+def _decode_images(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     if isinstance(file, Tile):
         return [file.of.image()] if file.number == 0 else []
-    if isinstance(file, ClipFrames):
+    if isinstance(file, VideoFrames):
         return file.images()
-    return [decode_rgb(data_of(file), max_pixels)]
+    return [decode_rgb(require_bytes(file), max_pixels)]
 
 
-def _key(item: Item) -> tuple[int, int, int]:
+def _item_key(item: Item) -> tuple[int, int, int]:
     """Return the key of a sample within a step."""
     return item.feed, item.epoch, item.meta.index
 
 
-def _drawing_key(item: Item, number: int) -> Key:
+def _noise_key(item: Item, number: int) -> NoiseKey:
     """Return the noise key of a target image. It differs between epochs."""
     return item.meta.source, item.meta.index, item.epoch, number

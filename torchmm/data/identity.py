@@ -20,24 +20,24 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.data.files.remote import AnyFile
+from torchmm.data.files.remote_files import AnyFile
 from torchmm.data.files.sample_files import open_regular
 from torchmm.data.media.tiles import Tile
-from torchmm.data.media.video import ClipFrames
-from torchmm.data.sources.reader import MeasuredSample, SampleReader, data_of
+from torchmm.data.media.video import VideoFrames
+from torchmm.data.sources.reader import MeasuredSample, SampleReader, require_bytes
 from torchmm.recipe.changes import changes, short, with_current_names, with_former_names
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-VERSION = 3
+DIGEST_VERSION = 3
 """Version of the digests. Digests of different versions are not compared."""
-ENDS_BYTES = 1 << 16
+HASHED_BYTES = 1 << 16
 """Number of bytes that are hashed at each end of a file."""
-ENDS_FILES = 16
+MAX_HASHED_FILES = 16
 """Maximum number of files of a stream whose ends are hashed."""
-_OF_ORDER = ("weight", "epochs", "filter", "streaming")
+_ORDER_KEYS = ("weight", "epochs", "filter", "streaming")
 """Keys of a source that affect which samples are used, and how often."""
-CAUSES = (
+SAMPLE_KEYS = (
     "prompt",
     "target_image_column",
     "split",
@@ -50,7 +50,7 @@ CAUSES = (
 """Keys of a source that may change its samples, and therefore their digest."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
 """Values of keys that checkpoints of earlier versions do not have."""
-_SOURCE = "data.sources."
+_KEY_PREFIX = "data.sources."
 
 
 class SamplesDigest:
@@ -72,8 +72,8 @@ class SamplesDigest:
                 if file.number == 0:
                     self._hash.update(file.of.data)
                 continue
-            if not isinstance(file, ClipFrames):
-                self._hash.update(data_of(file))
+            if not isinstance(file, VideoFrames):
+                self._hash.update(require_bytes(file))
                 continue
             if file.clip is not clip:  # hash a video once for all frames
                 clip = file.clip
@@ -85,7 +85,7 @@ class SamplesDigest:
         return self._hash.hexdigest()[:32]
 
 
-def stream_content(
+def stream_digest(
     config: SourceConfig, files: Sequence[AnyFile], settings: Mapping[str, Any]
 ) -> str:
     """Return a digest of a stream that does not require reading all of it.
@@ -93,37 +93,37 @@ def stream_content(
     Args:
         config: The source.
         files: Files of the source in order. Empty for a Hub dataset.
-        settings: Result of `settings_of`.
+        settings: Result of `run_settings`.
     """
-    values = _causes_of(config)
+    values = _sample_settings(config)
     first = [values.pop(key) for key in ("prompt", "target_image_column", "split")]
     # Only values that differ from the default, so that new keys do not change existing digests.
     later = {key: value for key, value in values.items() if value != _DEFAULTS[key]}
     parts: list[Any] = [first, settings, *([later] if later else [])]
     parts += [file.stat().st_size for file in files] or [config.path]
-    some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), ENDS_FILES))}
+    some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), MAX_HASHED_FILES))}
     for number in sorted(some):
         with open_regular(files[number]) as stream:
-            head = stream.read(ENDS_BYTES)
-            stream.seek(max(len(head), files[number].stat().st_size - ENDS_BYTES))
-            parts.append(hashlib.sha256(head + stream.read(ENDS_BYTES)).hexdigest())
+            head = stream.read(HASHED_BYTES)
+            stream.seek(max(len(head), files[number].stat().st_size - HASHED_BYTES))
+            parts.append(hashlib.sha256(head + stream.read(HASHED_BYTES)).hexdigest())
     return _digest(parts)
 
 
-def causes_of(config: SourceConfig) -> dict[str, Any]:
+def sample_settings(config: SourceConfig) -> dict[str, Any]:
     """Return the settings of a source that affect its samples, as JSON with former keys.
 
     Former keys make checkpoints and indexes of earlier versions compare equal.
     """
-    return with_former_names(_causes_of(config), _SOURCE)
+    return with_former_names(_sample_settings(config), _KEY_PREFIX)
 
 
-def _causes_of(config: SourceConfig) -> dict[str, Any]:
+def _sample_settings(config: SourceConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
-    return {key: values[key] for key in CAUSES}
+    return {key: values[key] for key in SAMPLE_KEYS}
 
 
-def settings_of(
+def run_settings(
     data: DataConfig, length: int, reader: SampleReader, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the settings that may change samples, and therefore their digest."""
@@ -155,7 +155,7 @@ def identity(
         data: Sources and limits.
         training: Seed and sequence length.
         reader: Settings of encoders and generator.
-        settings: Result of `settings_of`.
+        settings: Result of `run_settings`.
         sources: Name, settings and content digest of each source.
     """
     order: dict[str, Any] = {
@@ -179,8 +179,8 @@ def identity(
         f"image processing of {name}": _digest(dataclasses.asdict(medium.spec))
         for name, medium in reader.media.items()
     }
-    if reader.drawings is not None:
-        spec = dataclasses.asdict(reader.drawings.spec)
+    if reader.target_preprocessor is not None:
+        spec = dataclasses.asdict(reader.target_preprocessor.spec)
         # Without unused latent settings, checkpoints of earlier versions compare equal.
         spec = {key: value for key, value in spec.items() if value or "latent" not in key}
         pixels["images to be drawn"] = _digest(spec)
@@ -188,13 +188,13 @@ def identity(
         {
             "name": name,
             "content": content,
-            **{key: config.model_dump(mode="json")[key] for key in _OF_ORDER},
-            **causes_of(config),
+            **{key: config.model_dump(mode="json")[key] for key in _ORDER_KEYS},
+            **sample_settings(config),
         }
         for name, config, content in sources
     ]
     return {
-        "version": VERSION,
+        "version": DIGEST_VERSION,
         "order": with_former_names(order),
         "pixels": pixels,
         "settings": dict(settings),
@@ -202,12 +202,12 @@ def identity(
     }
 
 
-def comparable(saved: Any) -> bool:
+def is_comparable(saved: Any) -> bool:
     """Return True if the identity in a checkpoint has the current version."""
-    return isinstance(saved, dict) and saved.get("version") == VERSION
+    return isinstance(saved, dict) and saved.get("version") == DIGEST_VERSION
 
 
-def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a description of each change of the samples and their order."""
     found = changes(with_current_names(saved["order"]), with_current_names(now["order"]))
     kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
@@ -216,15 +216,15 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if list(old) != list(new):
         found.append(f"data.sources {', '.join(old)} -> {', '.join(new)} (in this order)")
     for name in (name for name in new if name in old):
-        found += _of_source(name, old[name], new[name], _OF_ORDER)
+        found += _source_changes(name, old[name], new[name], _ORDER_KEYS)
         if old[name]["content"] != new[name]["content"]:
-            causes = _of_source(name, old[name], new[name], CAUSES)
-            causes += _hiding_digests(changes(saved["settings"], now["settings"]))
+            causes = _source_changes(name, old[name], new[name], SAMPLE_KEYS)
+            causes += _without_digests(changes(saved["settings"], now["settings"]))
             found += causes or [f"samples of source {name!r}"]
     return list(dict.fromkeys(found))
 
 
-def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+def is_same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
     """Return True if a saved position in this stream is still valid."""
     old, new = ({s["name"]: s for s in side["sources"]}.get(name) for side in (saved, now))
     keys = ("training.seed", "data.shuffle", "data.shuffle_window")
@@ -237,11 +237,11 @@ def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
     )
 
 
-def _of_source(
+def _source_changes(
     name: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
 ) -> list[str]:
-    was = {**_DEFAULTS, **with_current_names(old, _SOURCE)}
-    now = with_current_names(new, _SOURCE)
+    was = {**_DEFAULTS, **with_current_names(old, _KEY_PREFIX)}
+    now = with_current_names(new, _KEY_PREFIX)
     return [
         f"{key} of source {name!r} {short(was[key])} -> {short(now[key])}"
         for key in keys
@@ -249,7 +249,7 @@ def _of_source(
     ]
 
 
-def _hiding_digests(lines: Sequence[str]) -> list[str]:
+def _without_digests(lines: Sequence[str]) -> list[str]:
     hashed = ("tokenizer ", "chat template ", "special tokens ")
     return [line.partition(' "')[0] if line.startswith(hashed) else line for line in lines]
 

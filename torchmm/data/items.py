@@ -1,6 +1,6 @@
 """Objects for single samples of a step, with their sizes.
 
-The sample order and the sequences of a step are arrays (`order.py`, `step_packs.py`). Objects are
+The sample order and the sequences of a step are arrays (`feeds.py`, `plan_steps.py`). Objects are
 created only for samples that a rank decodes or describes.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
-from torchmm.data.layouts.sample import Record
+from torchmm.data.record_formats.sample import Record
 
 
 class Item(NamedTuple):
@@ -36,7 +36,7 @@ def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> Microba
     return MicrobatchMeta(samples, len(packs) * sequence_length)
 
 
-class ReadSample(NamedTuple):
+class AssignedSample(NamedTuple):
     """Sample with images that this rank encodes or generates."""
 
     item: Item
@@ -46,10 +46,10 @@ class ReadSample(NamedTuple):
     """Whether this rank generates each of its generated images."""
 
 
-class EncodedImages(NamedTuple):
+class RankImages(NamedTuple):
     """Images of one microbatch of all data-parallel ranks that one rank encodes or generates."""
 
-    samples: list[ReadSample]
+    samples: list[AssignedSample]
     """Samples with these images, sorted by the rank that trains on them."""
     read_for: dict[str, list[int]]
     """Rank that trains on each of these images, by module."""
@@ -80,10 +80,10 @@ class EncodedImages(NamedTuple):
         )
 
 
-class BalancedShare(NamedTuple):
+class BalancedRankSamples(NamedTuple):
     """Work of one rank in a step whose images are balanced."""
 
     microbatches: list[list[PackItems]]
     """Sequences of the local microbatches."""
-    encoded: list[EncodedImages]
+    encoded: list[RankImages]
     """Images that the rank encodes and generates in each microbatch."""

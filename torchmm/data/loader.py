@@ -26,18 +26,18 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import DataError
 from torchmm.common.processes import MORE_SHARED_MEMORY, SHARED_MEMORY, end_workers
 from torchmm.common.row_slices import BalancedMicrobatch
-from torchmm.data.corrupt import SHOWN
+from torchmm.data.corrupt import MAX_LOGGED_SAMPLES
 from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.items import EncodedImages, PackItems
-from torchmm.data.nodes import DecodedSteps, Overdue, State, Waiting, rank_share
-from torchmm.data.rows import sample_name
+from torchmm.data.items import PackItems, RankImages
+from torchmm.data.microbatch_builder import sample_name
+from torchmm.data.nodes import DecodedSteps, State, TimedCall, TimeoutResult, rank_samples
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.data.steps.step_packs import Steps
+from torchmm.data.steps.plan_steps import StepIterator
 from torchmm.recipe.data_section import DataConfig
 
 STOP_GRACE_S = 5.0
 """Seconds to wait for data after a stop signal. Launchers kill a process after about 30 s."""
-_SAMPLE = re.compile(r"\[\d+\]: .*", re.DOTALL)
+_INDEX_AND_REASON = re.compile(r"\[\d+\]: .*", re.DOTALL)
 """Index and reason in the message "source[index]: reason" about a corrupt sample."""
 
 logger = logging.getLogger(__name__)
@@ -54,20 +54,20 @@ class StepBatch:
     """Messages "source[index]: reason" for corrupt samples that this rank has not reported before.
     Only rank 0 lists samples that were corrupt when the step was planned."""
     epoch: float = 0.0
-    """See `StepSamples`."""
+    """See `PlannedStep`."""
     corrupt: dict[str, str] = field(default_factory=dict)
     """Maps "source[index]" to the reason, for samples that this rank could not decode and masked.
-    Ranks with the same samples may have different entries (`Loader.settle`)."""
+    Ranks with the same samples may have different entries (`Loader.mask_corrupt`)."""
     packs: list[list[PackItems]] = field(default_factory=list)
     """Samples of each microbatch, by sequence."""
-    encoded: list[EncodedImages] | None = None
+    encoded: list[RankImages] | None = None
     """Images that this rank encodes and generates in each microbatch. None for those of `packs`."""
     decoded_media: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
     """See `DecodedStep`."""
     imbalance: Mapping[str, Any] = field(default_factory=dict)
-    """See `StepSamples`."""
+    """See `PlannedStep`."""
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
         """Return the sample counts of each stream since the start of the run, by description."""
@@ -96,7 +96,7 @@ class Loader:
 
     def __init__(
         self,
-        begin: Callable[[State | None], Steps],
+        begin: Callable[[State | None], StepIterator],
         decoder: StepDecoder,
         samples: SampleSet,
         data: DataConfig,
@@ -120,7 +120,7 @@ class Loader:
         self._feeds = samples.feeds()
         self._sequence_length = sequence_length
         self._rank = rank
-        self._known_corrupt: set[str] = set()
+        self._reported: set[str] = set()
         self._corrupt: Counter[str] = Counter()
         """Number of corrupt samples by source."""
         self._logged_counts: dict[tuple[str, str], int] = {}
@@ -131,7 +131,7 @@ class Loader:
         if remote is not None:  # `remote` reports unresponsive producers after this time
             self._timeout_s += data.producers.retry_timeout_s
         self._pin_memory = pin_memory
-        self.overdue = ""
+        self.timeout_message = ""
         """Message about the step that `batches` stopped waiting for, or an empty string."""
 
     @property
@@ -143,17 +143,17 @@ class Loader:
         """Yield batches in which the corrupt samples of this rank are masked."""
         for batch in self.batches():
             assert batch is not None  # None follows a stop signal only
-            yield self.settle(batch, batch.corrupt)
+            yield self.mask_corrupt(batch, batch.corrupt)
 
     def batches(
-        self, asked_to_stop: Callable[[], bool] = lambda: False
+        self, stop_requested: Callable[[], bool] = lambda: False
     ) -> Iterator[StepBatch | None]:
         """Yield batches, then None if no data arrives within `STOP_GRACE_S` of a stop signal.
 
-        The caller passes the corrupt samples of each batch to `settle`.
+        The caller passes the corrupt samples of each batch to `mask_corrupt`.
 
         Args:
-            asked_to_stop: Returns True after a stop signal.
+            stop_requested: Returns True after a stop signal.
 
         Raises:
             DataError: The samples of a step did not arrive within `data.timeout_s`, their worker
@@ -162,26 +162,26 @@ class Loader:
         self._steps.reset()
         self._check_shared_memory()  # Workers have not written to shared memory yet.
         device = torch.cuda.current_device() if self._pin_memory else None
-        waiting = Waiting(partial(next, self._steps, None), partial(_use_device, device))
+        timed_call = TimedCall(partial(next, self._steps, None), partial(_use_device, device))
         try:
             wait = partial(
-                waiting.get,
+                timed_call.get,
                 self._timeout_s,
-                asked_to_stop,
+                stop_requested,
                 STOP_GRACE_S,
                 self._steps.find_failure,
             )
-            while (found := wait()) is not None:
-                if isinstance(found, Overdue):
-                    self.overdue = self._describe_overdue(found)
+            while (result := wait()) is not None:
+                if isinstance(result, TimeoutResult):
+                    self.timeout_message = self._describe_timeout(result)
                     end_workers(
                         self._steps.processes
                     )  # Running workers block the exit of this process.
-                    if not found.stopping:
-                        raise DataError(self.overdue)
+                    if not result.stopping:
+                        raise DataError(self.timeout_message)
                     yield None
                     return
-                plan, step = found
+                plan, step = result
                 if step.failure:
                     raise DataError(step.failure)
                 batch = StepBatch(
@@ -200,7 +200,7 @@ class Loader:
                     self._log_stream_counts(batch)
                 yield batch
         finally:
-            waiting.close()
+            timed_call.close()
             self._steps.close()
 
     def _check_shared_memory(self) -> None:
@@ -212,7 +212,7 @@ class Loader:
         if not Path(SHARED_MEMORY).is_dir():
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        share = rank_share(plan, self._rank)
+        share = rank_samples(plan, self._rank)
         needed = self._decoder.step_bytes(share) * self._prefetched * ranks
         if needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
             logger.warning(
@@ -225,7 +225,7 @@ class Loader:
                 MORE_SHARED_MEMORY,
             )
 
-    def settle(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
+    def mask_corrupt(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
         """Return the batch with masked corrupt samples.
 
         Args:
@@ -236,12 +236,12 @@ class Loader:
         if not corrupt:
             return batch
         microbatches = [
-            self._decoder.blank_out(microbatch, packs, corrupt)
+            self._decoder.mask_corrupt_samples(microbatch, packs, corrupt)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
         for microbatch, encoded in zip(microbatches, batch.encoded or (), strict=False):
             assert isinstance(microbatch, BalancedMicrobatch)
-            self._decoder.blank_read(microbatch, encoded, corrupt)
+            self._decoder.zero_corrupt_images(microbatch, encoded, corrupt)
         if self._pin_memory:
             # Pinned tensors stay as they are.
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
@@ -256,7 +256,7 @@ class Loader:
 
     def images(self, source: str, index: int) -> list[Image.Image]:
         """Return the images of a sample in RGB, to be displayed. Empty for streams."""
-        return self._samples.pictures(self._feeds[source], index)
+        return self._samples.sample_images(self._feeds[source], index)
 
     def references(self, source: str, index: int) -> tuple[str, ...]:
         """Return all reference texts of a sample, if it has more than one."""
@@ -270,21 +270,21 @@ class Loader:
         plan = self._steps.peek()
         return plan.metas(self._sequence_length) if plan else None
 
-    def known_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
+    def planned_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
         """Return `next_metas` if the next step is already planned, else None."""
         plan = self._steps.planned
         return plan.metas(self._sequence_length) if plan else None
 
     def _report(self, messages: list[str]) -> list[str]:
         """Log corrupt samples, and return the messages that were not reported before."""
-        new = [m for m in dict.fromkeys(messages) if m not in self._known_corrupt]
-        self._known_corrupt.update(new)
+        new = [m for m in dict.fromkeys(messages) if m not in self._reported]
+        self._reported.update(new)
         for message in new:
-            source = _SAMPLE.sub("", message)
+            source = _INDEX_AND_REASON.sub("", message)
             self._corrupt[source] += 1
-            if self._corrupt[source] <= SHOWN:
+            if self._corrupt[source] <= MAX_LOGGED_SAMPLES:
                 logger.warning("corrupt sample skipped: %s", message)
-            elif self._corrupt[source] == SHOWN + 1:
+            elif self._corrupt[source] == MAX_LOGGED_SAMPLES + 1:
                 logger.warning(
                     "source %r has more corrupt samples: they are skipped and counted "
                     "(skipped_samples), but no longer logged. Repair or remove the samples "
@@ -309,7 +309,7 @@ class Loader:
                             "source %r, %d samples so far: %s: %s", source, count, text, content
                         )
 
-    def _awaited(self) -> str:
+    def _describe_next_step(self) -> str:
         """Return a description of the samples of the next step."""
         plan = self._steps.planned  # planning may block, too
         if plan is None:
@@ -318,18 +318,18 @@ class Loader:
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
         return f"{len(items)} samples starting with {names}"
 
-    def _describe_overdue(self, overdue: Overdue) -> str:
+    def _describe_timeout(self, timeout: TimeoutResult) -> str:
         """Return a message with the late worker, the missing samples and how to fix it."""
-        if overdue.failure:
+        if timeout.failure:
             return (
                 "a data worker exited unexpectedly while the run waited for "
-                f"{self._awaited()} ({overdue.failure}). If memory ran out, lower "
+                f"{self._describe_next_step()} ({timeout.failure}). If memory ran out, lower "
                 "data.workers or data.prefetch"
             )
         who = self._steps.describe_decoder()
-        limit = "" if overdue.stopping else f" (data.timeout_s = {self._timeout_s:g})"
+        limit = "" if timeout.stopping else f" (data.timeout_s = {self._timeout_s:g})"
         return (
-            f"{who} has not returned {self._awaited()} within {overdue.waited_s:.0f} "
+            f"{who} has not returned {self._describe_next_step()} within {timeout.waited_s:.0f} "
             f"s{limit}. Check for a file system that does not respond, a stopped process, or "
             "a file that is a pipe. If samples require that long, raise data.timeout_s or "
             "data.workers"

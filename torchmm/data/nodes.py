@@ -12,7 +12,7 @@ steps. Workers are reused between validation passes.
 - The caller of `next` plans steps and puts them into the queue, up to the prefetch depth. Planning
   in the thread of ParallelMapper would require locks that a blocked read never releases.
 - Workers record the step that they decode in shared memory. `find_failure` checks the workers.
-- `Waiting` calls `next` in a thread, so that the caller can time out.
+- `TimedCall` calls `next` in a thread, so that the caller can time out.
 
 `StatefulDataLoader` does not fit, because its state includes the state of each worker. Resuming
 would require the same number of workers.
@@ -36,17 +36,17 @@ from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
 from torchmm.common.processes import describe_state, fork_server, make_worker_setup
 from torchmm.data.decode import DecodedStep
-from torchmm.data.items import BalancedShare, PackItems
-from torchmm.data.steps.step_packs import Steps, StepSamples
+from torchmm.data.items import BalancedRankSamples, PackItems
+from torchmm.data.steps.plan_steps import PlannedStep, StepIterator
 
-SLICE_S = 0.5
+POLL_S = 0.5
 """Seconds between two checks of a waiting caller."""
 
 T = TypeVar("T")
 State = dict[str, Any]
 
 
-class Task(NamedTuple):
+class DecodeRequest(NamedTuple):
     """Part of a step that this rank decodes.
 
     Attributes:
@@ -55,17 +55,17 @@ class Task(NamedTuple):
     """
 
     slot: int
-    share: list[list[PackItems]] | BalancedShare
+    samples: list[list[PackItems]] | BalancedRankSamples
 
 
-class TaskSource(BaseNode[Task]):
+class DecodeRequestSource(BaseNode[DecodeRequest]):
     """Source node. Its state is the data state of the last step that it handed out.
 
     Args:
         tasks: Steps to hand out, and the data states after them. None ends the chain.
     """
 
-    def __init__(self, tasks: SimpleQueue[tuple[Task, State] | None]) -> None:
+    def __init__(self, tasks: SimpleQueue[tuple[DecodeRequest, State] | None]) -> None:
         super().__init__()
         self._tasks = tasks
         self._state: State = {}
@@ -74,7 +74,7 @@ class TaskSource(BaseNode[Task]):
         super().reset(initial_state)
         self._state = initial_state or {}
 
-    def next(self) -> Task:
+    def next(self) -> DecodeRequest:
         entry = self._tasks.get()
         if entry is None:
             raise StopIteration
@@ -85,7 +85,7 @@ class TaskSource(BaseNode[Task]):
         return self._state
 
 
-class DecodeTask:
+class DecodeFunction:
     """Callable that decodes a step.
 
     Args:
@@ -97,11 +97,11 @@ class DecodeTask:
     def __init__(
         self,
         decoder: Dataset[DecodedStep],
-        decoding: Any,
+        worker_pids: Any,
         setup: Callable[[int], None] | None,
     ) -> None:
         self._decoder = decoder
-        self._decoding = decoding
+        self._worker_pids = worker_pids
         self._setup = setup
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,13 +110,13 @@ class DecodeTask:
         assert self._setup is not None
         self._setup(0)
 
-    def __call__(self, task: Task) -> DecodedStep:
-        self._decoding[task.slot] = os.getpid()
-        step = self._decoder[task.share]
+    def __call__(self, task: DecodeRequest) -> DecodedStep:
+        self._worker_pids[task.slot] = os.getpid()
+        step = self._decoder[task.samples]
         return step if self._setup is None else step.share_memory()
 
 
-class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
+class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
     """Node that plans steps, decodes them in worker processes and yields both in order.
 
     While a thread runs `next`, other threads may only call `find_failure` and `describe_decoder`.
@@ -132,7 +132,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
 
     def __init__(
         self,
-        begin: Callable[[State | None], Steps],
+        begin: Callable[[State | None], StepIterator],
         decoder: Dataset[DecodedStep],
         rank: int,
         *,
@@ -151,19 +151,19 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         self._steps = begin(None)
         self.notice = self._steps.notice
         """Message about the loader state from which the run continues."""
-        self._planned: deque[StepSamples] = deque()
-        """Steps that `next` has not returned. The first `_handed_out` are in the queue."""
-        self._handed_out = 0
+        self._planned: deque[PlannedStep] = deque()
+        """Steps that `next` has not returned. The first `_num_queued` are in the queue."""
+        self._num_queued = 0
         self._is_planning = False
         self._depth = max(1, workers * prefetch)
-        self._tasks: SimpleQueue[tuple[Task, State] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[DecodeRequest, State] | None] = SimpleQueue()
         weakref.finalize(self, self._tasks.put, None)
         self._chain: BaseNode[DecodedStep] | None = None
-        self._unused = 0
+        self._num_stale = 0
         """Number of steps of an unfinished pass that the chain will still yield."""
-        self._received = 0
+        self._num_received = 0
         """Number of steps that the chain has yielded."""
-        self._decoding: Any = [0] * (2 * self._depth)
+        self._worker_pids: Any = [0] * (2 * self._depth)
         """Process ids of the decoding workers, by step number modulo the length."""
 
     def reset(self, initial_state: State | None = None) -> None:
@@ -175,42 +175,42 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         self._state = initial_state or {}
         self._steps = self._begin(initial_state)
         self._planned.clear()
-        self._unused += self._handed_out
-        self._handed_out = 0
+        self._num_stale += self._num_queued
+        self._num_queued = 0
         if self._workers:
-            self._hand_out()
+            self._queue_steps()
 
-    def next(self) -> tuple[StepSamples, DecodedStep]:
+    def next(self) -> tuple[PlannedStep, DecodedStep]:
         """Return the next step and the tensors of this rank."""
         assert self._chain is not None
-        self._hand_out()
-        if not self._handed_out:
+        self._queue_steps()
+        if not self._num_queued:
             raise StopIteration
-        while self._unused:
+        while self._num_stale:
             next(self._chain)
-            self._received += 1
-            self._unused -= 1
+            self._num_received += 1
+            self._num_stale -= 1
         decoded = next(self._chain)
-        self._received += 1
+        self._num_received += 1
         if self._pin_memory and not self._workers:
             decoded = decoded.pin_memory()
         step = self._planned.popleft()
-        self._handed_out -= 1
+        self._num_queued -= 1
         self._state = step.state
         if self._workers:  # Workers decode while the caller trains on this step.
-            self._hand_out()
+            self._queue_steps()
         return step, decoded
 
     def get_state(self) -> State:
         """Return the loader state of the last step that `next` returned."""
         return self._state
 
-    def peek(self) -> StepSamples | None:
+    def peek(self) -> PlannedStep | None:
         """Plan and return the step that the next call of `next` returns, or None at the end."""
         return self._planned[0] if self._planned or self._plan() else None
 
     @property
-    def planned(self) -> StepSamples | None:
+    def planned(self) -> PlannedStep | None:
         """Step that the next call of `next` returns, or None if it is not planned yet."""
         return self._planned[0] if self._planned else None
 
@@ -242,7 +242,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         names = {}
         for number, pid in enumerate(process.pid for process in processes):
             names[pid] = f"data worker {number} (process {pid}{describe_state(pid)})"
-        worker = names.get(self._decoding[self._received % len(self._decoding)])
+        worker = names.get(self._worker_pids[self._num_received % len(self._worker_pids)])
         return worker or f"none of {', '.join(names.values())}"
 
     def _plan(self) -> bool:
@@ -254,27 +254,29 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         self._is_planning = False
         return step is not None
 
-    def _hand_out(self) -> None:
+    def _queue_steps(self) -> None:
         """Put steps into the queue of the chain, up to the prefetch depth."""
-        while self._handed_out < self._depth:
-            if self._handed_out == len(self._planned) and not self._plan():
+        while self._num_queued < self._depth:
+            if self._num_queued == len(self._planned) and not self._plan():
                 return
-            step = self._planned[self._handed_out]
-            slot = (self._received + self._unused + self._handed_out) % len(self._decoding)
-            self._decoding[slot] = 0
-            self._tasks.put((Task(slot, rank_share(step, self._rank)), step.state))
-            self._handed_out += 1
+            step = self._planned[self._num_queued]
+            slot = (self._num_received + self._num_stale + self._num_queued) % len(
+                self._worker_pids
+            )
+            self._worker_pids[slot] = 0
+            self._tasks.put((DecodeRequest(slot, rank_samples(step, self._rank)), step.state))
+            self._num_queued += 1
 
     def _start_chain(self) -> BaseNode[DecodedStep]:
         """Start workers and threads, and return the last node of the chain."""
-        source = TaskSource(self._tasks)
+        source = DecodeRequestSource(self._tasks)
         if not self._workers:
-            decode = DecodeTask(self._decoder, self._decoding, None)
+            decode = DecodeFunction(self._decoder, self._worker_pids, None)
             return ParallelMapper(source, decode, num_workers=0)
-        self._decoding = fork_server().RawArray("q", len(self._decoding))
+        self._worker_pids = fork_server().RawArray("q", len(self._worker_pids))
         mapper = ParallelMapper(
             source,
-            DecodeTask(self._decoder, self._decoding, make_worker_setup()),
+            DecodeFunction(self._decoder, self._worker_pids, make_worker_setup()),
             num_workers=self._workers,
             method="process",
             multiprocessing_context="forkserver",
@@ -294,14 +296,14 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         return chain
 
 
-def rank_share(step: StepSamples, rank: int) -> list[list[PackItems]] | BalancedShare:
+def rank_samples(step: PlannedStep, rank: int) -> list[list[PackItems]] | BalancedRankSamples:
     """Return the samples of a step that a rank decodes."""
     packs = step.ranks[rank]
-    return packs if step.encoded is None else BalancedShare(packs, step.encoded(rank))
+    return packs if step.encoded is None else BalancedRankSamples(packs, step.encoded(rank))
 
 
 @dataclass(frozen=True)
-class Overdue:
+class TimeoutResult:
     """Result of a wait that timed out."""
 
     waited_s: float
@@ -312,7 +314,7 @@ class Overdue:
     """Result of `find_failure`."""
 
 
-class Waiting(Generic[T]):
+class TimedCall(Generic[T]):
     """Thread that calls a function once per `get`, so that the caller can time out.
 
     A read can block forever, for example if a worker is stopped, a pipe has no writer or a file
@@ -329,23 +331,23 @@ class Waiting(Generic[T]):
         self._function = function
         self._prepare = prepare
         self._calls: SimpleQueue[bool] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
         Thread(target=self._serve, name="data", daemon=True).start()
 
     def get(
         self,
         timeout_s: float,
-        asked_to_stop: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         grace_s: float = 0.0,
         find_failure: Callable[[], str] = lambda: "",
-    ) -> T | Overdue:
+    ) -> T | TimeoutResult:
         """Return the result of the function, or raise its exception.
 
-        After `Overdue`, do not call `get` again, because the thread may still be blocked.
+        After `TimeoutResult`, do not call `get` again, because the thread may still be blocked.
 
         Args:
             timeout_s: Maximum waiting time in seconds.
-            asked_to_stop: Returns True after a stop signal.
+            stop_requested: Returns True after a stop signal.
             grace_s: Maximum waiting time after a stop signal, in seconds.
             find_failure: Returns the reason if the function will not return, else an empty string.
         """
@@ -354,9 +356,9 @@ class Waiting(Generic[T]):
         end = begin + timeout_s
         stopping = False
         while True:
-            slice_s = max(0.0, min(SLICE_S, end - time.monotonic()))
+            slice_s = max(0.0, min(POLL_S, end - time.monotonic()))
             try:
-                value, error = self._answers.get(timeout=slice_s)
+                value, error = self._results.get(timeout=slice_s)
             except Empty:
                 now = time.monotonic()
             else:
@@ -365,8 +367,8 @@ class Waiting(Generic[T]):
                 return cast(T, value)
             failure = find_failure()
             if failure or now >= end:
-                return Overdue(now - begin, stopping, failure)
-            if not stopping and asked_to_stop():
+                return TimeoutResult(now - begin, stopping, failure)
+            if not stopping and stop_requested():
                 end, stopping = min(end, now + grace_s), now + grace_s < end
 
     def close(self) -> None:
@@ -378,6 +380,6 @@ class Waiting(Generic[T]):
             self._prepare()
         while self._calls.get():
             try:
-                self._answers.put((self._function(), None))
+                self._results.put((self._function(), None))
             except BaseException as error:  # raised by `get`
-                self._answers.put((None, error))
+                self._results.put((None, error))

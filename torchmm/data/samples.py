@@ -25,12 +25,12 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
-from torchmm.data.sources.configured import MapSource
-from torchmm.data.sources.open import make_reader, open_buildings, open_samples
+from torchmm.data.sources.open import make_reader, open_index_builders, open_samples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
-from torchmm.data.steps.step_packs import Position, Steps
+from torchmm.data.sources.source_options import MapSource
+from torchmm.data.steps.plan_steps import StepIterator, StepPosition
+from torchmm.data.steps.remote_steps import RemoteSteps, RequestStep
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -95,7 +95,7 @@ def sample_service(data: DataConfig) -> SampleService | None:
     return service
 
 
-class Look(Protocol):
+class SamplePreview(Protocol):
     """Access to images and reference texts of samples, see `StepDecoder`."""
 
     def images(self, feed: int, index: int) -> list[Image.Image]: ...
@@ -103,32 +103,36 @@ class Look(Protocol):
 
 
 @dataclass(frozen=True)
-class SamplesElsewhere:
+class RemoteSamples:
     """Samples that another process opens and plans.
 
     Attributes:
         names: Names of the sources.
         decoder: Decoder of the samples. Without sources if producers decode.
-        told: Result of `digest` in the process that opened the samples.
-        prepared: Result of `fingerprint`.
-        ask: Requests a part of a step.
-        look: Returns images and reference texts of samples.
-        listed: Fingerprint of the producers that decode. None if ranks decode.
+        digests: Result of `digest` in the process that opened the samples.
+        samples_key: Result of `fingerprint`.
+        request: Requests a part of a step.
+        preview: Returns images and reference texts of samples.
+        producer_fingerprint: Fingerprint of the producers that decode. None if ranks decode.
         count: Number of samples. 0 if unknown.
     """
 
     names: Sequence[str]
     decoder: StepDecoder
-    told: tuple[str, str]
-    prepared: str
-    ask: Ask
-    look: Look
-    listed: str | None = None
+    digests: tuple[str, str]
+    samples_key: str
+    request: RequestStep
+    preview: SamplePreview
+    producer_fingerprint: str | None = None
     count: int = 0
 
-    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: StepPosition
+    ) -> StepIterator:
         """Return an iterator that requests steps."""
-        return StepsElsewhere(self.ask, training, position, streamed=self.listed is None)
+        return RemoteSteps(
+            self.request, training, position, streamed=self.producer_fingerprint is None
+        )
 
     def feeds(self) -> dict[str, int]:
         """Return the index of each source by name."""
@@ -136,19 +140,19 @@ class SamplesElsewhere:
 
     def digest(self) -> tuple[str, str]:
         """Return a summary of the samples, see `SampleSet.digest`."""
-        return self.told
+        return self.digests
 
     def fingerprint(self) -> str:
         """Return a key that is equal for processes that prepare the same tensors."""
-        return self.prepared
+        return self.samples_key
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]:
+    def sample_images(self, feed: int, index: int) -> list[Image.Image]:
         """Return images and frames of a sample, to be displayed."""
-        return self.look.images(feed, index)
+        return self.preview.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """Return all reference texts of a sample."""
-        return self.look.references(feed, index)
+        return self.preview.references(feed, index)
 
 
 def find_samples(
@@ -189,14 +193,14 @@ def find_samples(
     if streams is not None:
         # Before the first request, so that ranks index the sources and log the progress.
         records: list[MapSource | None] = []
-        for _, _, building in open_buildings(data, training, reader, tokenizer, validation):
+        for _, _, building in open_index_builders(data, training, reader, tokenizer, validation):
             if building is not None:
                 building.load()
             records.append(None if building is None else building.source)
         client = ReaderClient(streams, validation, data.timeout_s)
-        names, told = client.describe()
+        names, digests = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)
-        return SamplesElsewhere(names, decoder, told, "", client.part, decoder)
+        return RemoteSamples(names, decoder, digests, "", client.part, decoder)
     service = sample_service(data)
     assert service is not None, (
         "data.producers.plan requires producers; the recipe checks should have rejected this"
@@ -204,7 +208,7 @@ def find_samples(
     return service.find_samples(training, reader, tokenizer, validation)
 
 
-def shares_reader(data: DataConfig) -> bool:
+def uses_shared_reader(data: DataConfig) -> bool:
     """Return True if one process per node reads the streams for all ranks of the node."""
     return not data.producers.is_used and any(
         s.streaming for s in (*data.sources, *data.validation)

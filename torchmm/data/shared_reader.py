@@ -2,7 +2,7 @@
 
 Planning the steps of a stream requires reading it. If each of eight ranks planned, the node would
 read the stream eight times. Instead one process opens the sources and plans
-(`torchmm.data.steps.elsewhere`). Each rank receives its sequences with their records, and its
+(`torchmm.data.steps.remote_steps`). Each rank receives its sequences with their records, and its
 workers decode them. Nodes do not share a reader, so it adds no network traffic.
 
 Ranks and reader communicate with pickled messages over a Unix socket. Only the user of the run can
@@ -28,13 +28,13 @@ from torchmm.common.errors import DataError, TorchmmError
 from torchmm.common.processes import describe_state
 from torchmm.common.step_process import END, Progress, serve, start_process
 from torchmm.data.sources.open import Samples, open_samples
-from torchmm.data.steps.elsewhere import Asked, SharedSteps, StepPart, UnknownStateError
+from torchmm.data.steps.remote_steps import StepPart, StepPlanServer, StepRequest, UnknownStateError
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 SLACK_STEPS = 8
 """Steps that the reader stores in addition to prefetched steps, for ranks that are behind."""
-HELD_OUT_STEPS = 256
+VALIDATION_STEPS = 256
 """Steps that the reader stores during validation, when ranks may be further behind."""
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ReaderAddress(NamedTuple):
     pid: int
 
 
-class StreamsDescribed(NamedTuple):
+class StreamsInfo(NamedTuple):
     """Names of the sources that the reader opened, and their digest (see `Samples`)."""
 
     names: list[str]
@@ -96,39 +96,39 @@ class ReaderClient:
 
     Args:
         address: Address of the reader.
-        held_out: Whether to request validation samples.
+        validation: Whether to request validation samples.
         timeout_s: Maximum waiting time for a response, in seconds.
     """
 
-    def __init__(self, address: ReaderAddress, held_out: bool, timeout_s: float) -> None:
+    def __init__(self, address: ReaderAddress, validation: bool, timeout_s: float) -> None:
         self._address = address
-        self._held_out = held_out
+        self._validation = validation
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
-    def describe(self) -> StreamsDescribed:
+    def describe(self) -> StreamsInfo:
         """Return the sources of the reader, which opens them at the first request.
 
         Raises:
             ConfigError: See `open_samples`.
             DataError: See `open_samples`.
         """
-        described: StreamsDescribed = self._ask(None)
+        described: StreamsInfo = self._send_request(None)
         return described
 
-    def part(self, asked: Asked) -> StepPart | None:
-        """Return a part of a step, see `SharedSteps.part`."""
-        answer = self._ask(asked)
+    def part(self, request_part: StepRequest) -> StepPart | None:
+        """Return a part of a step, see `StepPlanServer.part`."""
+        answer = self._send_request(request_part)
         return answer if isinstance(answer, StepPart) else None
 
-    def _ask(self, asked: Asked | None) -> Any:
+    def _send_request(self, request_part: StepRequest | None) -> Any:
         with self._lock:
             try:
                 if self._connection is None:
                     secret = self._address.secret.encode()
                     self._connection = Client(self._address.path, "AF_UNIX", authkey=secret)
-                self._connection.send((0, (self._held_out, asked)))
+                self._connection.send((0, (self._validation, request_part)))
                 if not self._connection.poll(self._timeout_s):
                     self._connection.close()  # A late response must not answer the next request.
                     raise TimeoutError
@@ -155,7 +155,7 @@ class ReaderClient:
         )
 
 
-class _Reader:
+class _RequestHandler:
     """Request handler of the process, see `serve`. It is thread-safe."""
 
     def __init__(
@@ -163,32 +163,34 @@ class _Reader:
     ) -> None:
         self._data, self._training, self._specs = data, training, specs
         self._lock = threading.Lock()
-        self._opened: dict[bool, tuple[Samples, SharedSteps]] = {}
+        self._opened: dict[bool, tuple[Samples, StepPlanServer]] = {}
 
     def __call__(
-        self, request: tuple[bool, Asked | None], progress: Progress
-    ) -> StreamsDescribed | StepPart | Literal["end"] | Exception:
+        self, request: tuple[bool, StepRequest | None], progress: Progress
+    ) -> StreamsInfo | StepPart | Literal["end"] | Exception:
         """Return a part of a step, or a description of the sources if no part is requested."""
-        held_out, asked = request
+        validation, request_part = request
         try:
-            samples, steps = self._open(held_out)
-            if asked is None:
-                return StreamsDescribed(list(samples.feeds()), samples.digest())
-            return steps.part(asked) or END
+            samples, steps = self._open(validation)
+            if request_part is None:
+                return StreamsInfo(list(samples.feeds()), samples.digest())
+            return steps.part(request_part) or END
         except (TorchmmError, UnknownStateError) as error:
             return error
 
-    def _open(self, held_out: bool) -> tuple[Samples, SharedSteps]:
+    def _open(self, validation: bool) -> tuple[Samples, StepPlanServer]:
         with self._lock:
-            if held_out not in self._opened:
+            if validation not in self._opened:
                 data, training = self._data, self._training
-                samples = open_samples(data, training, validation=held_out, **self._specs)
+                samples = open_samples(data, training, validation=validation, **self._specs)
                 prefetched = data.workers * data.prefetch
-                kept = HELD_OUT_STEPS if held_out else prefetched + SLACK_STEPS
+                max_steps = VALIDATION_STEPS if validation else prefetched + SLACK_STEPS
                 # Two sequences would alternate on the same stream.
-                steps = samples.shared(data, training, kept=kept, sequences=1)
-                self._opened[held_out] = samples, steps
-            return self._opened[held_out]
+                steps = samples.make_plan_server(
+                    data, training, max_steps=max_steps, max_iterators=1
+                )
+                self._opened[validation] = samples, steps
+            return self._opened[validation]
 
 
 def _listen(
@@ -200,7 +202,7 @@ def _listen(
     specs: Mapping[str, Any],
 ) -> None:
     """Serve each connection in a thread."""
-    reader = _Reader(data, training, specs)
+    reader = _RequestHandler(data, training, specs)
     datasets.disable_progress_bars()
     with Listener(path, "AF_UNIX", backlog=1024, authkey=secret.encode()) as listener:
         ready.send(True)

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
 from torchmm.recipe.model_section import ModelConfig, json_problems, split_revision
 
-_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -21,8 +21,8 @@ _FILES = (
     "vocab.json",
 )
 """JSON files of a tokenizer. transformers ignores some damaged files without an error."""
-_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
-MAX_GROWTH = 4096
+_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
+MAX_LENGTH_RATIO = 4096
 """Maximum growth of text by a normalizer. Published normalizers have at most a factor of 18."""
 
 
@@ -40,7 +40,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return read_tokenizer(f"model.tokenizer = {source!r}", source)
 
 
-def untrained_tokens(
+def describe_untrained_tokens(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, trains_embeddings: bool
 ) -> str:
     """Return a warning about frozen tokens that the tokenizer of the LLM source lacks.
@@ -91,13 +91,13 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions for damaged files
-        damaged = json_problems(Path(name), _FILES) + _template_problems(Path(name))
-        check = f" (check {' and '.join(_FILES[:2])})"
+        damaged = json_problems(Path(name), _TOKENIZER_FILES) + _template_problems(Path(name))
+        check = f" (check {' and '.join(_TOKENIZER_FILES[:2])})"
         if not Path(name).is_dir():
             check = f" ({name} is not a local directory either)"
         reason = "; ".join(damaged) or f"{describe_refusal(error)}{check}"
         raise ConfigError(f"{key}: cannot be loaded: {reason}") from error
-    if damaged := json_problems(Path(name), _FILES[1:4]) + _template_problems(Path(name)):
+    if damaged := json_problems(Path(name), _TOKENIZER_FILES[1:4]) + _template_problems(Path(name)):
         raise ConfigError([f"{key}: {problem}; download the file again" for problem in damaged])
     templates = tokenizer.chat_template or {}
     for template in templates.values() if isinstance(templates, dict) else [templates]:
@@ -105,23 +105,23 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
             render_jinja_template([], chat_template=template)  # compiles, and renders no chat
         except (jinja2.TemplateError, *LIBRARY_ERRORS) as error:
             raise ConfigError(
-                f"{key}: its chat template ({' or '.join(_TEMPLATES)}) is not valid: "
+                f"{key}: its chat template ({' or '.join(_TEMPLATE_FILES)}) is not valid: "
                 f"{describe_refusal(error)}; correct or remove it"
             ) from error
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is not None:
-        growth = _max_growth(json.loads(normalizer.__getstate__()))
-        if growth > MAX_GROWTH:
+        growth = _max_length_ratio(json.loads(normalizer.__getstate__()))
+        if growth > MAX_LENGTH_RATIO:
             raise ConfigError(
                 f"{key}: the normalizer of tokenizer.json makes text up to {growth:.3g} times "
-                f"as long, but the limit is {MAX_GROWTH}; use another tokenizer"
+                f"as long, but the limit is {MAX_LENGTH_RATIO}; use another tokenizer"
             )
     return tokenizer
 
 
 def _template_problems(directory: Path) -> list[str]:
     """Return a list with a message if chat_template.jinja cannot be read, else an empty list."""
-    file = directory / _TEMPLATES[0]
+    file = directory / _TEMPLATE_FILES[0]
     try:
         if file.exists() and not file.is_file():
             return [f"{file} is not a regular file"]
@@ -133,7 +133,7 @@ def _template_problems(directory: Path) -> list[str]:
     return []
 
 
-def _max_growth(normalizer: dict[str, Any]) -> float:
+def _max_length_ratio(normalizer: dict[str, Any]) -> float:
     """Return the largest ratio of text lengths after and before a normalizer.
 
     Normalization runs in native code that cannot be interrupted. A sequence of 30 rules that each
@@ -141,7 +141,7 @@ def _max_growth(normalizer: dict[str, Any]) -> float:
     """
     growth = 1.0
     for step in normalizer.get("normalizers", ()):
-        growth *= _max_growth(step)
+        growth *= _max_length_ratio(step)
     if normalizer["type"] == "Replace":
         # A regular expression may match between any two characters.
         length = len(normalizer["pattern"].get("String", ""))

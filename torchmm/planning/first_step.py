@@ -66,9 +66,9 @@ def plan_passes(
         max_steps: Number of steps after which planning stops.
     """
     # Imported late, see `first_step`.
-    from torchmm.data.steps.step_packs import Position  # noqa: PLC0415
+    from torchmm.data.steps.plan_steps import StepPosition  # noqa: PLC0415
 
-    sequence = samples.sequence(recipe.data, one_by_one(recipe).training, Position())
+    sequence = samples.sequence(recipe.data, one_by_one(recipe).training, StepPosition())
     passes = 0.0
     for step in range(1, max_steps + 1):
         passes = next(sequence).epoch

@@ -63,7 +63,7 @@ def agree_on_batch(
     if totals.is_unsettled:
         is_balanced = batch.encoded is not None
         corrupt = gather_corrupt_samples(batch.corrupt, components.mesh, of_all_ranks=is_balanced)
-        batch = components.loader.settle(batch, corrupt)
+        batch = components.loader.mask_corrupt(batch, corrupt)
         totals = _sum_over_ranks(components, step, batch, stop_requested)
     return batch, totals
 
@@ -89,14 +89,16 @@ def _sum_over_ranks(
         0.0 if batch is None else float(len(batch.corrupt)),
     ]
     if batch is None:
-        components.logger.warning("no data for step %d: %s", step, components.loader.overdue)
+        components.logger.warning(
+            "no data for step %d: %s", step, components.loader.timeout_message
+        )
     try:
         totals = components.mesh.sum_over_data(local)
     except RuntimeError as error:
         if batch is not None:
             raise
         raise DataError(
-            components.loader.overdue
+            components.loader.timeout_message
         ) from error  # the other ranks did not wait for data
     targets, images, samples, corrupt, stopping, failed_saves, without_data, unsettled = totals
     if failed_saves:

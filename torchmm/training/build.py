@@ -19,7 +19,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import make_console, setup_logging, working
 from torchmm.data.shared_reader import ReaderAddress
-from torchmm.data.tokenizer import untrained_tokens
+from torchmm.data.tokenizer import describe_untrained_tokens
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units
 from torchmm.planning.resolved import Resolved
@@ -78,7 +78,7 @@ def build_run(
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model, device.type))
         learns = model.llm.embedding.weight.requires_grad
-        if warning := untrained_tokens(recipe.model, tokenizer, trains_embeddings=learns):
+        if warning := describe_untrained_tokens(recipe.model, tokenizer, trains_embeddings=learns):
             logger.warning(warning)
     # Data are opened before weights, so that missing files are reported quickly.
     samples, held_out = open_data(run, model, tokenizer, streams)

@@ -21,7 +21,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.log import working
 from torchmm.common.module_names import LLM
-from torchmm.data.media.medium import open_media
+from torchmm.data.media.preprocessors import open_media
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights

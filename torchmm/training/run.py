@@ -24,7 +24,7 @@ from torchmm.common.extensions import find_entries
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
 from torchmm.common.processes import end_workers, launched
-from torchmm.data.samples import sample_service, shares_reader
+from torchmm.data.samples import sample_service, uses_shared_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
 from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
@@ -172,7 +172,7 @@ def shared_reader(recipe: Recipe, specs: SampleSpecs) -> Iterator[ReaderAddress 
     Raises:
         DataError: The process cannot be started.
     """
-    if not shares_reader(recipe.data):
+    if not uses_shared_reader(recipe.data):
         yield None
         return
     local_ranks = ranks_of_machine()

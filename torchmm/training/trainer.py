@@ -140,7 +140,7 @@ class Trainer:
         lr = self.updates.apply(step)
         # Count FLOPs and plan the next step while the device computes.
         counts = self.meter.count(batch)
-        components.planner.plan_ahead(components.loader.known_metas)
+        components.planner.plan_ahead(components.loader.planned_metas)
         losses = check_losses(
             step, loss_copy, components.model, components.mesh, self.health, forward_backward
         )

@@ -41,9 +41,9 @@ from torchmm.common.batch import (
     TextSpec,
 )
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
-from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.tiles import TiledMedia
+from torchmm.data.media.uint8_pixels import to_model_inputs
 from torchmm.models.families.text_conventions import Token
 from torchmm.models.multimodal import MultimodalModel
 
@@ -128,7 +128,7 @@ def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
     tiles = [tile for image in opened for tile in image.tiles]
     byte_values = media.images.byte_values
     pixels = torch.stack(
-        [torch.from_numpy(values_of(p, byte_values)) for c in opened for p in c.pixels]
+        [torch.from_numpy(to_model_inputs(p, byte_values)) for c in opened for p in c.pixels]
     )
     grid = media.images.grid(0, 0)
     kept = [tile.kept for tile in tiles if tile.kept is not None]
@@ -142,7 +142,7 @@ def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
         written.append([IMAGE] * sum(image.placeholders))
         starts = accumulate(image.placeholders, initial=0)
         offsets = [
-            torch.from_numpy(t.places) + s for t, s in zip(image.tiles, starts, strict=False)
+            torch.from_numpy(t.token_offsets) + s for t, s in zip(image.tiles, starts, strict=False)
         ]
         places.append(torch.cat(offsets))
     return Media(spec.encoder, inputs, theirs, written, IMAGE, places)

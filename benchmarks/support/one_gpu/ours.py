@@ -198,8 +198,8 @@ class OurSide:
         nothing: Callable[[], None] = lambda: None  # noqa: E731
         loader = SimpleNamespace(
             next_metas=nothing,
-            known_metas=nothing,
-            overdue="",
+            planned_metas=nothing,
+            timeout_message="",
             close=nothing,
             samples_per_pass=0,
         )
@@ -207,7 +207,7 @@ class OurSide:
         replaced: dict[str, Callable[..., Any]] = {
             "open_data": lambda *_, **__: data,
             "build_data": lambda *_, **__: loader,
-            "untrained_tokens": lambda *_, **__: None,
+            "describe_untrained_tokens": lambda *_, **__: None,
         }
         self._stop = StopSignal()
         with (

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from torchmm.common.batch import Arrangement, ImageSpec
-from torchmm.data.items import BalancedShare, PackItems
+from torchmm.data.items import BalancedRankSamples, PackItems
 from torchmm.data.loader import Loader
-from torchmm.data.nodes import rank_share
+from torchmm.data.nodes import rank_samples
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -136,10 +136,10 @@ def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> Da
     return DataConfig(sources=list(sources), **{**values, **changes})
 
 
-def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedShare]:
+def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedRankSamples]:
     """Yield the samples that the rank of a loader decodes in each step, from the first step on."""
     for step in loader._steps._begin(None):
-        yield rank_share(step, loader._rank)
+        yield rank_samples(step, loader._rank)
 
 
 def largest_first(packs: list) -> Arrangement:

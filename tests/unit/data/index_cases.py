@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from torchmm.data.sources.index.length_index import PATCHES, LengthIndex, Shard, ShardSizes
+from torchmm.data.sources.index.length_index import PATCHES_COLUMN, LengthIndex, Shard, ShardSizes
 
 
 def index_of(
@@ -35,7 +35,7 @@ def index_of(
         images = (*no_images, no_rows[0])
         if patches is not None:
             rows = np.zeros((count, 8), np.int32)
-            rows[:, PATCHES] = patches[number * shard :][:count]
+            rows[:, PATCHES_COLUMN] = patches[number * shard :][:count]
             images = np.arange(count + 1), np.arange(count), rows
         return ShardSizes(parts[number], *images, *no_images, no_rows[1])
 

@@ -7,8 +7,8 @@ from data_cases import training
 
 from torchmm.common.batch import Arrangement, Imbalance, SampleMeta
 from torchmm.data.items import Item
-from torchmm.data.steps.order import Drawn, FeedOptions, Mixture, Stage
-from torchmm.data.steps.step_packs import StepSequence
+from torchmm.data.steps.feeds import FeedOptions, Mixture, MixtureStage, SampleArrays
+from torchmm.data.steps.plan_steps import StepPlanner
 
 
 class Endless:
@@ -18,7 +18,7 @@ class Endless:
     size, sequential = None, False
 
     def samples(self, first, count):
-        return Drawn.of([self.item(0, index) for index in range(first, first + count)])
+        return SampleArrays.of([self.item(0, index) for index in range(first, first + count)])
 
     def item(self, epoch, index):
         return Item(0, epoch, SampleMeta("numbers", index, 20 + index * 7 % 41))
@@ -31,8 +31,8 @@ class Endless:
 
 
 def planner(arrange=None, **sizes):
-    return StepSequence(
-        Mixture([Endless()], [Stage([1.0])]), training(**sizes), 3, 2, 0, None, arrange
+    return StepPlanner(
+        Mixture([Endless()], [MixtureStage([1.0])]), training(**sizes), 3, 2, 0, None, arrange
     )
 
 

@@ -16,12 +16,12 @@ from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
-from torchmm.data.layouts.columns import file_segment
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import AudioSegment, TextSegment
 from torchmm.data.media.audio import AudioPreprocessor
-from torchmm.data.media.medium import ImageMedia, open_media
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.media.preprocessors import ImageMedia, open_media
+from torchmm.data.record_formats.columns import file_segment
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.record_formats.sample import AudioSegment, TextSegment
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.recipe.data_section import SourceConfig
 
 SPEECH = ImageSpec(

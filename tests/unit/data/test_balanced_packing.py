@@ -12,10 +12,10 @@ from data_cases import training
 from index_cases import index_of
 
 from torchmm.common.errors import CheckpointError
-from torchmm.data.steps.balanced_packing import SEQUENCES, BalancedPacker
-from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.steps.balanced_packing import FILLED_SEQUENCES, BalancedPacker
+from torchmm.data.steps.feeds import FeedOptions, IndexFeed, Mixture, MixtureStage
 from torchmm.data.steps.packing import pack_all
-from torchmm.data.steps.step_packs import StepSequence
+from torchmm.data.steps.plan_steps import StepPlanner
 
 LENGTH = 8192
 RNG = np.random.default_rng(5)
@@ -61,7 +61,7 @@ def test_balanced_packer_respects_limits(seed, max_tiles):
     late = places - closed_before
     assert late.min() >= 0
     if max_tiles is None:
-        assert SEQUENCES < late.max() < 2 * SEQUENCES
+        assert FILLED_SEQUENCES < late.max() < 2 * FILLED_SEQUENCES
         return
     for place in np.flatnonzero(np.bincount(places, sizes[1]) > max_tiles):
         assert (sizes[1][places == place] > 0).sum() == 1
@@ -73,7 +73,7 @@ def test_balanced_packer_respects_limits(seed, max_tiles):
 def test_balanced_packing_fills_and_evens_sequences(seed):
     tokens, tiles, patches = draw_samples(seed, 20000)
     _, places, _ = pack_groups(BalancedPacker(LENGTH), (tokens, tiles, patches))
-    count = (places.max() + 1) // SEQUENCES * SEQUENCES
+    count = (places.max() + 1) // FILLED_SEQUENCES * FILLED_SEQUENCES
     best_fit = pack_all(tokens, LENGTH, 16, flush=False)
     before = np.array([patches[pack].sum() for pack in best_fit])
     after = np.bincount(places, patches)[:count]
@@ -99,9 +99,9 @@ def sequence(ranks=1, state=None, one_epoch=False, patches=PATCHES, stages=None,
     ]
     values = {"global_batch_size": 8, **changes}
     packing = values.pop("packing", "balanced")
-    mixture = Mixture(feeds, stages or [Stage([2.0, 1.0])])
+    mixture = Mixture(feeds, stages or [MixtureStage([2.0, 1.0])])
     content = {"version": 3, "order": {"data.packing": packing}, "pixels": {}, "sources": []}
-    return StepSequence(
+    return StepPlanner(
         mixture, training(**values), 5, ranks, 0, state, content=content, packing=packing
     )
 
@@ -154,10 +154,12 @@ def test_balanced_steps_keep_mixture_weights():
 
 
 def test_balanced_steps_change_with_stages():
-    steps = list(islice(sequence(stages=[Stage([1.0, 0.0], 2), Stage([0.0, 1.0])]), 40))
+    steps = list(
+        islice(sequence(stages=[MixtureStage([1.0, 0.0], 2), MixtureStage([0.0, 1.0])]), 40)
+    )
     feeds = [{name[0] for pack in packs_of(step) for name in pack} for step in steps]
     last = max(number for number, found in enumerate(feeds) if 0 in found)
-    assert feeds[0] == {0} and feeds[last + 1] == {1} and last < 2 + 2 * SEQUENCES // 8
+    assert feeds[0] == {0} and feeds[last + 1] == {1} and last < 2 + 2 * FILLED_SEQUENCES // 8
 
 
 def test_resume_with_other_packing_is_rejected():

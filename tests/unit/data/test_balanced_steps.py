@@ -27,9 +27,9 @@ from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchange
 from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
-from torchmm.data.steps import beside
-from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.steps.step_packs import Packs, StepSequence
+from torchmm.data.steps import background_steps
+from torchmm.data.steps.feeds import FeedOptions, IndexFeed, Mixture, MixtureStage
+from torchmm.data.steps.plan_steps import StepPacks, StepPlanner
 from torchmm.recipe.data_section import SourceConfig
 
 pytestmark = needs_extension("extensions.generation")
@@ -234,7 +234,7 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     balanced = [batches_of(loader)[0] for loader in loaders]
     torn = {name: why for batch in balanced for name, why in batch.corrupt.items()}
     assert torn
-    settled = [loader.settle(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
+    settled = [loader.mask_corrupt(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
     assert_same_work(settled, plain)
     for ours, theirs in zip(settled, plain, strict=True):
         assert sorted(ours.skipped) == sorted(theirs.skipped)
@@ -298,9 +298,9 @@ def test_image_sizes_of_steps_match_samples():
         for n in range(2)
     ]
     options = training(global_batch_size=8, microbatch_size=1, sequence_length=64)
-    steps = StepSequence(Mixture(feeds, [Stage([1.0, 2.0])]), options, 4, 4, 0, None)
+    steps = StepPlanner(Mixture(feeds, [MixtureStage([1.0, 2.0])]), options, 4, 4, 0, None)
     for packs in (step.pack for step in islice(steps, 3)):
-        assert isinstance(packs, Packs)
+        assert isinstance(packs, StepPacks)
         metas = [item.meta for item in packs.items(slice(None))]
         for names in (encoders, encoders[::-1], ("generator", *encoders)):
             received, expected = (
@@ -338,7 +338,7 @@ def test_step_bytes_of_balanced_share_match(make):
 def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
-    monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
+    monkeypatch.setattr(background_steps, "TIMEOUT_S", 300.0)
     received, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
     assert "reordering a step takes" in caplog.text
     for ours, theirs in zip(received, wanted, strict=True):

@@ -22,12 +22,12 @@ from chat_templates import (
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.identity import SamplesDigest
-from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import ImageSegment, Record, SampleOptions, TextSegment
-from torchmm.data.layouts.tool_use import tools_of
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.text import TextEncoder
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.record_formats.messages import messages_to_conversation
+from torchmm.data.record_formats.sample import ImageSegment, Record, SampleOptions, TextSegment
+from torchmm.data.record_formats.tool_use import read_tools
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig
 
@@ -82,7 +82,9 @@ def render(tokenizers):
         if template not in tokenizers:
             tokenizers[template] = with_template(tokenizers["chatml"], template)
         used = tokenizers[template]
-        conversation = conversation_of(messages, {"image": files}, tools=tools_of({"tools": tools}))
+        conversation = messages_to_conversation(
+            messages, {"image": files}, tools=read_tools({"tools": tools})
+        )
         return ChatTemplate(used)(conversation, SampleOptions(train_on=train_on))
 
     return render_sample
@@ -471,7 +473,7 @@ def test_loss_mask_matches_transformers_with_tags(
 def test_template_without_end_token_warns_once(tokenizers, caplog, template):
     chat = ChatTemplate(tokenizers[template])
     for messages in (PLAIN, PLAIN[:2]):
-        chat(conversation_of(messages, {}), SampleOptions())
+        chat(messages_to_conversation(messages, {}), SampleOptions())
     warned = [r for r in caplog.records if "would not learn to stop" in r.message]
     assert len(warned) == (template == "glm4.6")
 
@@ -607,7 +609,7 @@ def test_random_chat_matches_template_or_is_rejected(tokenizers, render, text_sp
     for _ in range(60):
         messages = random_chat(rng)
         try:
-            sample = chat(conversation_of(messages, {}), SampleOptions())
+            sample = chat(messages_to_conversation(messages, {}), SampleOptions())
         except CorruptSampleError as error:
             assert re.search("chat template (omits|changes|rejects|writes|moves)", str(error))
             continue

@@ -12,16 +12,16 @@ from transformers.utils import chat_template_utils
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.sample import SampleOptions
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import (
-    MAX_EXCEEDED,
+    MAX_EXCEEDED_CHATS,
     BoundedEnvironment,
     CpuLimit,
     CpuLimitError,
     LimitedTemplate,
 )
+from torchmm.data.record_formats.messages import messages_to_conversation
+from torchmm.data.record_formats.sample import SampleOptions
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -32,7 +32,7 @@ def limited(tokenizer, before: str, limit_s: float = 0.3) -> LimitedTemplate:
 
 
 def render(template: LimitedTemplate):
-    return template(conversation_of(MESSAGES, {}), SampleOptions())
+    return template(messages_to_conversation(MESSAGES, {}), SampleOptions())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_template_within_limits_renders_equally(tokenizer):
     text = plain.apply_chat_template(MESSAGES, tokenize=False)
     assert text.startswith("ababab10243007a  3.0")
     assert render(limited(tokenizer, before)) == ChatTemplate(plain)(
-        conversation_of(MESSAGES, {}), SampleOptions()
+        messages_to_conversation(MESSAGES, {}), SampleOptions()
     )
 
 
@@ -77,7 +77,7 @@ def test_transformers_uses_bounded_environment():
 
 def test_template_that_never_ends_stops_run(tokenizer):
     template = limited(tokenizer, LOOPS, 0.01)
-    for _ in range(MAX_EXCEEDED - 1):
+    for _ in range(MAX_EXCEEDED_CHATS - 1):
         with pytest.raises(CorruptSampleError):
             render(template)
     with pytest.raises(DataError, match="for 5 chats; use a tokenizer with another chat template"):

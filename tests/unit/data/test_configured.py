@@ -21,8 +21,8 @@ from data_cases import (
 
 from torchmm.common.errors import CheckpointError, ConfigError, DataError
 from torchmm.data.build import build_loader
-from torchmm.data.sources.local_and_hub import load, open_map_source
-from torchmm.data.sources.reader import TRUNCATED
+from torchmm.data.sources.map_sources import load_with_datasets, open_map_source
+from torchmm.data.sources.reader import TRUNCATED_SAMPLES
 from torchmm.recipe.data_section import LengthFilter, SourceConfig
 
 TEXTS = [" ".join(caption(i + j) for j in range(1 + i % 4)) for i in range(24)]
@@ -134,11 +134,11 @@ def test_samples_beyond_limits_are_counted(make, tmp_path, streaming, caplog):
     if not streaming:
         assert "8 of 11 samples are used: 0 are corrupt, 0 are removed" in caplog.text
         assert f"3 (27.3%): {limit}" in caplog.text
-        assert f"2 {TRUNCATED} (25.0%)" in caplog.text
+        assert f"2 {TRUNCATED_SAMPLES} (25.0%)" in caplog.text
         assert batches[-1].stream_total("filtered") is None
         return
     assert f"samples so far: filtered: {limit}" in caplog.text
-    assert f"truncated samples: {TRUNCATED}" in caplog.text
+    assert f"truncated samples: {TRUNCATED_SAMPLES}" in caplog.text
     counts = [batch.stream_total("filtered") for batch in batches]
     assert counts[-1] >= 3 and counts == sorted(counts)
     resumed = take(make(path, batches[2].state, streaming=True), 3)
@@ -214,5 +214,5 @@ def test_dataset_config_requires_hub(make, texts, monkeypatch):
         return datasets.Dataset.from_dict({"text": ["a"]})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    load(SourceConfig(path="owner/name", config="en"), "hub", [], streaming=False)
+    load_with_datasets(SourceConfig(path="owner/name", config="en"), "hub", [], streaming=False)
     assert requests == [("owner/name", "en")]

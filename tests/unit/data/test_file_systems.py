@@ -10,10 +10,10 @@ from data_cases import png, write_shard
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.addresses import join_address, without_secrets
-from torchmm.data.files.remote import RemoteFile, RemotePath, open_file_system
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.files.remote_files import RemoteFile, RemotePath, open_file_system
+from torchmm.data.files.urls import join_url, redact_urls
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import DataConfig, SourceConfig, find_credential, is_address
 
@@ -109,11 +109,11 @@ def test_missing_format_is_rejected(name, tmp_path, monkeypatch):
 def test_addresses_are_detected_and_joined():
     assert is_address("s3://b/x") and is_address("hf://datasets/o/n")
     assert not is_address("data/x") and not is_address("/x") and not is_address("file:///x")
-    assert join_address("s3://b/x", "y/../z.png") == "s3://b/x/z.png"
-    assert join_address("s3://b/x", "s3://b/x/z.png") == "s3://b/x/z.png"
+    assert join_url("s3://b/x", "y/../z.png") == "s3://b/x/z.png"
+    assert join_url("s3://b/x", "s3://b/x/z.png") == "s3://b/x/z.png"
     for name in ("../z.png", "/z.png", "y/../../z.png", "s3://b/xy/z.png", "s3://c/x/z.png", "."):
-        assert join_address("s3://b/x", name) is None
-    assert join_address("s3://b", "z.png") == "s3://b/z.png"
+        assert join_url("s3://b/x", name) is None
+    assert join_url("s3://b", "z.png") == "s3://b/z.png"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_addresses_are_detected_and_joined():
 def test_secrets_in_addresses_are_detected_and_hidden(address):
     found = find_credential(address)
     assert found is not None and found != "word"
-    shown = without_secrets(f"cannot read {address}: no")
+    shown = redact_urls(f"cannot read {address}: no")
     assert "word" not in shown
     assert "host" in shown or "bucket" in shown
     assert find_credential("az://container@account/x") is None

@@ -31,10 +31,10 @@ from transformers.video_utils import VideoMetadata
 
 from torchmm.common.batch import Microbatch, TextSpec
 from torchmm.data.build import build_loader
-from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.data.media.stored_pixels import values_of
-from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
+from torchmm.data.media.uint8_pixels import to_model_inputs
+from torchmm.data.media.video import VideoFile, VideoMedia, sample_frame_indices
+from torchmm.data.media.video_writer import encode_video
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PROCESSORS = {"glm4v": Glm4vProcessor, "glm4v_moe": Glm4vProcessor, "glm46v": Glm46VProcessor}
@@ -54,7 +54,7 @@ def first_sample(tmp_path, tokenizer):
     """Return a function that loads the first sample of identical videos with a caption."""
 
     def load(model, frames: int, **settings) -> Microbatch:
-        clip = write_clip(pictures(frames, 24, 16), fps=RATE)
+        clip = encode_video(pictures(frames, 24, 16), fps=RATE)
         path = write_parquet(tmp_path / "clips", [{"video": clip, "text": caption(1)}] * 4)
         loader = build_loader(
             data_config(
@@ -92,7 +92,7 @@ def test_video_text_matches_hugging_face_processor(
     name: str, frames: int, first_sample, tokenizer
 ) -> None:
     sample = first_sample(build(tiny(name)), frames)
-    shown = sampled_frames(frames, frames / RATE, VIDEO, group=2)
+    shown = sample_frame_indices(frames, frames / RATE, VIDEO, group=2)
     ((_, rows, columns), *remaining) = sample.encoders["vision"].grids_thw
     assert 2 * (1 + len(remaining)) == len(shown) > 2
     expected: list[int] = []
@@ -139,7 +139,7 @@ def test_frames_match_hugging_face_at_integer_rate(rate, seconds) -> None:
     metadata = VideoMetadata(total_num_frames=rate * seconds, fps=rate, duration=seconds)
     rule = SimpleNamespace(fps=2, max_duration=300)
     expected = Glm4vVideoProcessor.sample_frames(rule, metadata).tolist()
-    assert sampled_frames(rate * seconds, seconds, config, group=2) == expected
+    assert sample_frame_indices(rate * seconds, seconds, config, group=2) == expected
 
 
 def test_frames_are_near_hugging_face_otherwise() -> None:
@@ -147,7 +147,7 @@ def test_frames_are_near_hugging_face_otherwise() -> None:
     metadata = VideoMetadata(total_num_frames=200, fps=25, duration=8)
     rule = SimpleNamespace(fps=2, max_duration=300)
     expected = Glm4vVideoProcessor.sample_frames(rule, metadata)
-    found = sampled_frames(200, 8.0, config, group=2)
+    found = sample_frame_indices(200, 8.0, config, group=2)
     assert np.abs(expected - found).max() == 1
 
 
@@ -174,9 +174,9 @@ def test_video_patches_match_hugging_face_processor(
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     spec = replace(PICTURE, splits_clips=True, processor={**PICTURE.processor, "size": size})
     config = VideoConfig(fps=1.0, min_frames=1, max_pixels=max_pixels)
-    medium = ClipMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
-    clip = write_clip(pictures(frames, width, height), fps=1)
-    parts = medium.parts(Clip(clip, max_pixels=width * height))
+    medium = VideoMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
+    clip = encode_video(pictures(frames, width, height), fps=1)
+    parts = medium.parts(VideoFile(clip, max_pixels=width * height))
     even = frames // 2 * 2
     expected_size = smart_resize(even, height, width, 2, 8, min_pixels, max_pixels)
     assert resized == (expected_size != (height, width))
@@ -190,7 +190,7 @@ def test_video_patches_match_hugging_face_processor(
             for number, part in enumerate(parts)
         ]
     )
-    found = values_of(stored, medium.byte_values)
+    found = to_model_inputs(stored, medium.byte_values)
     expected = reference_patches(x_FCHW, expected_size).numpy()
     assert found.shape == expected.shape
     # Pillow and torch round differently when they resize, by at most 1 of 256 values.

@@ -20,7 +20,7 @@ from data_cases import CLIP, data_config, png, training, write_parquet, write_sh
 
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import ImageSegment
+from torchmm.data.record_formats.sample import ImageSegment
 from torchmm.data.sources import tar_samples, text_files
 from torchmm.recipe.data_section import SourceConfig
 
@@ -256,7 +256,7 @@ RECORDS = {
 def small_limits(monkeypatch):
     monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 65536)
     monkeypatch.setattr("torchmm.data.sources.streams.MAX_RECORD_BYTES", 65536)
-    monkeypatch.setattr("torchmm.data.media.text.MAX_TEXT_CHARACTERS", 50_000)
+    monkeypatch.setattr("torchmm.data.media.text.MIN_TEXT_LIMIT", 50_000)
 
 
 def as_bytes(record):

@@ -16,8 +16,8 @@ from PIL import Image
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.sample_files import SMALL_BYTES, FileRange, TableValue, row_of
-from torchmm.data.layouts.sample import ImageSegment
+from torchmm.data.files.sample_files import INLINE_BYTES, FileRange, TableValue, read_row
+from torchmm.data.record_formats.sample import ImageSegment
 from torchmm.recipe.data_section import SourceConfig
 
 COUNT = 8
@@ -37,7 +37,7 @@ def noise_images() -> list[bytes]:
         noise = np.random.default_rng(number).integers(0, 255, (40 + number, 48, 3), np.uint8)
         Image.fromarray(noise).save(stream, "png")
         files.append(stream.getvalue())
-    assert min(map(len, files)) > SMALL_BYTES
+    assert min(map(len, files)) > INLINE_BYTES
     return files
 
 
@@ -90,7 +90,7 @@ def test_images_are_read_only_if_decoded(write, streaming, tmp_path, tokenizer, 
     expected = sum(sizes[item.meta.index] for item in items)
     assert expected
     texts = batches["none"].read_bytes
-    assert 0 < texts < SMALL_BYTES
+    assert 0 < texts < INLINE_BYTES
     assert full.read_bytes - texts == expected
     halves = [batches[name].read_bytes - texts for name in ("first half", "second half")]
     assert sum(halves) == expected and min(halves) > 0
@@ -100,9 +100,9 @@ def test_images_are_read_only_if_decoded(write, streaming, tmp_path, tokenizer, 
 
 
 def test_short_bytes_are_read_immediately():
-    long = b"x" * SMALL_BYTES
+    long = b"x" * INLINE_BYTES
     table = pa.table({"text": [long], "image": [{"bytes": b"short", "path": "a.png"}], "n": [1]})
-    row = row_of(table)
+    row = read_row(table)
     assert row["image"] == {"bytes": b"short", "path": "a.png"} and row["n"] == 1
     assert isinstance(row["text"], TableValue) and row["text"].read() == long
 

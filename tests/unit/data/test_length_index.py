@@ -12,9 +12,9 @@ from data_cases import caption, png
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.index import building, measuring
-from torchmm.data.sources.index.building import Building, Lock
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.index import index_builder, measure_shards
+from torchmm.data.sources.index.index_builder import BuildLock, IndexBuilder
 from torchmm.data.sources.index.length_index import read_index
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import LengthFilter
@@ -48,7 +48,7 @@ class Records:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(measuring, "FEW_SAMPLES", 4)
+    monkeypatch.setattr(measure_shards, "SMALL_SHARD_SAMPLES", 4)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def directory(tmp_path):
 
 def test_indexed_sizes_match_samples(reader: SampleReader, directory):
     records = Records()
-    index = Building("r", records, reader, directory).load()
+    index = IndexBuilder("r", records, reader, directory).load()
     assert len(index) == COUNT and len(index.shards) == 7 and records.read_counts.max() == 1
     for number in range(COUNT):
         assert index.has(number) == (number != 7)
@@ -77,7 +77,7 @@ def test_indexed_sizes_match_samples(reader: SampleReader, directory):
 
 @pytest.mark.parametrize("limits", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])
 def test_index_counts_samples_within_limits(reader, directory, limits):
-    index = Building("r", Records(), reader, directory).load()
+    index = IndexBuilder("r", Records(), reader, directory).load()
     tokens = np.concatenate([index.sizes(n).tokens_N for n in range(7)])
     is_usable_N = (tokens >= limits.min_tokens) & (tokens <= (limits.max_tokens or 999))
     expected = [is_usable_N[start : start + 4].sum() for start in range(0, COUNT, 4)]
@@ -89,9 +89,9 @@ def files(directory):
 
 
 def test_job_array_writes_same_index(reader, directory, tmp_path):
-    Building("r", Records(), reader, directory).load()
+    IndexBuilder("r", Records(), reader, directory).load()
     for first in (2, 0, 1):
-        job = Building("r", Records(), reader, tmp_path / "jobs")
+        job = IndexBuilder("r", Records(), reader, tmp_path / "jobs")
         job.prepare()
         job.measure(range(first, len(job.ranges), 3))
         assert job.finish() == (first == 1), "the last job writes the manifest"
@@ -100,10 +100,10 @@ def test_job_array_writes_same_index(reader, directory, tmp_path):
 
 def test_measured_shards_remain_after_crash(reader, directory):
     with pytest.raises(KeyboardInterrupt):
-        Building("r", Records(dies_at=13), reader, directory).load()
+        IndexBuilder("r", Records(dies_at=13), reader, directory).load()
     assert read_index(directory) is None and not (directory / "building.lock").exists()
     again = Records()
-    assert len(Building("r", again, reader, directory).load()) == COUNT
+    assert len(IndexBuilder("r", again, reader, directory).load()) == COUNT
     assert again.read_counts[:12].max() == 0 and again.read_counts[12:].min() == 1
 
 
@@ -112,7 +112,9 @@ def test_one_thread_measures_while_others_wait(reader, directory):
     contents = []
     threads = [
         threading.Thread(
-            target=lambda: contents.append(Building("r", records, reader, directory).load().content)
+            target=lambda: contents.append(
+                IndexBuilder("r", records, reader, directory).load().content
+            )
         )
         for _ in range(4)
     ]
@@ -131,22 +133,22 @@ def test_stale_lock_is_taken_over(reader, directory, monkeypatch, owner):
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
-    content = {"host": building.socket.gethostname(), "pid": pid}
+    content = {"host": index_builder.socket.gethostname(), "pid": pid}
     if owner != "dead process":
         content["host"] = "elsewhere"
-        monkeypatch.setattr(building, "STALE_S", 0.5)
+        monkeypatch.setattr(index_builder, "STALE_S", 0.5)
     text = json.dumps(content)
     (directory / "building.lock").write_text("{" if owner == "truncated file" else text)
-    assert len(Building("r", Records(), reader, directory).load()) == COUNT
+    assert len(IndexBuilder("r", Records(), reader, directory).load()) == COUNT
     assert not list(directory.glob("*.lock*"))
 
 
 def test_refreshed_lock_is_respected(directory, monkeypatch):
     directory.mkdir()
-    monkeypatch.setattr(building, "STALE_S", 0.3)
+    monkeypatch.setattr(index_builder, "STALE_S", 0.3)
     path = directory / "building.lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
-    lock = Lock(path)
+    lock = BuildLock(path)
     for second in range(4):
         os.utime(path, (second, second))
         assert not lock.take() and path.exists()
@@ -154,37 +156,37 @@ def test_refreshed_lock_is_respected(directory, monkeypatch):
 
 
 def test_damaged_index_shard_is_measured_again(reader, directory):
-    original = Building("r", Records(), reader, directory).load()
+    original = IndexBuilder("r", Records(), reader, directory).load()
     content = original.content
     (directory / "000003.sizes").write_bytes(b"short")
     again = Records()
-    assert Building("r", again, reader, directory).load().content == content
+    assert IndexBuilder("r", again, reader, directory).load().content == content
     assert again.read_counts.nonzero()[0].tolist() == [12, 13, 14, 15], "one shard only"
     data = bytearray((directory / "000002.sizes").read_bytes())
     data[1] ^= 1
     (directory / "000002.sizes").write_bytes(data)
-    index = Building("r", Records(), reader, directory).load()
+    index = IndexBuilder("r", Records(), reader, directory).load()
     index.sizes(1)
     with pytest.raises(DataError, match=r"000002\.sizes is corrupt"):
         index.sizes(2)
     (directory / "000002.sizes").unlink()
-    assert Building("r", Records(), reader, directory).load().content == content
+    assert IndexBuilder("r", Records(), reader, directory).load().content == content
 
 
 def test_source_with_changed_count_is_rejected(reader, directory):
-    Building("r", Records(), reader, directory).load()
+    IndexBuilder("r", Records(), reader, directory).load()
     with pytest.raises(DataError, match=r"has 20 records, but its index .* 25"):
-        Building("r", Records(20), reader, directory).load()
+        IndexBuilder("r", Records(20), reader, directory).load()
 
 
 def test_worker_processes_write_same_index(reader, directory, tmp_path, monkeypatch):
-    Building("r", Records(), reader, directory).load()
-    monkeypatch.setattr(building, "WORKERS_FROM", 1)
-    Building("r", Records(), reader, tmp_path / "workers", workers=2).load()
+    IndexBuilder("r", Records(), reader, directory).load()
+    monkeypatch.setattr(index_builder, "MIN_SAMPLES_FOR_WORKERS", 1)
+    IndexBuilder("r", Records(), reader, tmp_path / "workers", workers=2).load()
     assert files(tmp_path / "workers") == files(directory)
 
 
 def test_index_content_depends_on_samples_only(reader, directory, tmp_path):
-    one = Building("r", Records(), reader, directory).load().content
-    assert Building("other", Records(), reader, tmp_path / "b").load().content == one
-    assert Building("r", Records(24), reader, tmp_path / "c").load().content != one
+    one = IndexBuilder("r", Records(), reader, directory).load().content
+    assert IndexBuilder("other", Records(), reader, tmp_path / "b").load().content == one
+    assert IndexBuilder("r", Records(24), reader, tmp_path / "c").load().content != one

@@ -471,6 +471,6 @@ def test_small_shared_memory_warns_before_first_step(
     size = SimpleNamespace(total=step * loader._prefetched * 3 - missing_bytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr("torchmm.data.loader.shutil.disk_usage", lambda _: size)
-    monkeypatch.setattr("torchmm.data.loader.Waiting.get", lambda *_: None)  # No step arrives.
+    monkeypatch.setattr("torchmm.data.loader.TimedCall.get", lambda *_: None)  # No step arrives.
     assert list(loader.batches()) == []
     assert caplog.text.count("/dev/shm has") == warnings

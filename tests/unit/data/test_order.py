@@ -7,8 +7,15 @@ import pytest
 from index_cases import index_of
 from order_oracles import turns
 
-from torchmm.data.steps import order
-from torchmm.data.steps.order import Drawn, FeedOptions, IndexFeed, Mixture, Stage, permutation
+from torchmm.data.steps import feeds
+from torchmm.data.steps.feeds import (
+    FeedOptions,
+    IndexFeed,
+    Mixture,
+    MixtureStage,
+    SampleArrays,
+    make_permutation,
+)
 from torchmm.recipe.data_section import LengthFilter
 
 
@@ -47,13 +54,13 @@ def test_order_depends_on_seed_and_feed_number():
 
 def test_permutation_is_stable():
     options = FeedOptions(0, "photos", 7, True, False)
-    assert permutation(8, options, 0).tolist() == [3, 7, 5, 4, 2, 6, 0, 1]
+    assert make_permutation(8, options, 0).tolist() == [3, 7, 5, 4, 2, 6, 0, 1]
     assert indices(feed(count=10, seed=7), 12) == [5, 3, 2, 1, 4, 7, 8, 9, 0, 6, 6, 5]
 
 
 @pytest.mark.parametrize("limits", [{}, {"min_tokens": 3, "max_tokens": 8}])
 def test_large_source_is_shuffled_in_shard_blocks(monkeypatch, limits):
-    monkeypatch.setattr(order, "BLOCK_SAMPLES", 100)
+    monkeypatch.setattr(feeds, "BLOCK_SAMPLES", 100)
     tokens = np.random.default_rng(0).integers(1, 11, 1000)
     corrupt = {3: "damaged", 700: "damaged", 999: "damaged"}
     options = {"tokens": tokens, "corrupt": corrupt, "shard": 32, "filter": LengthFilter(**limits)}
@@ -80,7 +87,7 @@ def test_unshuffled_epoch_is_sequential():
 
 
 def test_corrupt_samples_are_reported_once():
-    mixture = Mixture([feed(count=4, corrupt={2: "damaged"}, shuffle=False)], [Stage([1.0])])
+    mixture = Mixture([feed(count=4, corrupt={2: "damaged"}, shuffle=False)], [MixtureStage([1.0])])
     assert mixture.draw().skipped == ["s0[2]: damaged"]
     assert [i for _, _, i in take(mixture, 600)] == [0, 1, 3] * 200
     assert not mixture.draw().skipped
@@ -88,7 +95,7 @@ def test_corrupt_samples_are_reported_once():
 
 @pytest.mark.parametrize("weights", [[3.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.1, 0.7, 11.0]])
 def test_mixture_matches_stride_scheduling(weights):
-    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(weights)])
+    mixture = Mixture([feed(0), feed(1), feed(2)], [MixtureStage(weights)])
     drawn = take(mixture, 5000)
     assert [f for f, _, _ in drawn] == turns(weights, [None] * 3, 5000)
     for number in range(3):
@@ -98,7 +105,7 @@ def test_mixture_matches_stride_scheduling(weights):
 
 
 def test_mixture_matches_weights_in_every_window():
-    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage([3.0, 1.0, 0.5])])
+    mixture = Mixture([feed(0), feed(1), feed(2)], [MixtureStage([3.0, 1.0, 0.5])])
     drawn = [f for f, _, _ in take(mixture, 900)]
     for start in range(0, 900, 90):
         counts = Counter(drawn[start : start + 90])
@@ -107,22 +114,22 @@ def test_mixture_matches_weights_in_every_window():
 
 def test_mixture_of_one_epoch_has_each_sample_once():
     feeds = [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)]
-    drawn = take(Mixture(feeds, [Stage([1.0, 1.0])]), 1000)
+    drawn = take(Mixture(feeds, [MixtureStage([1.0, 1.0])]), 1000)
     assert [f for f, _, _ in drawn] == turns([1.0, 1.0], [5, 20], 1000)
     assert len(set(drawn)) == 25
 
 
 def test_mixture_resumes_at_any_position():
     weights = [3.0, 1.0]
-    names = take(Mixture([feed(0), feed(1, 7)], [Stage(weights)]), 400)
+    names = take(Mixture([feed(0), feed(1, 7)], [MixtureStage(weights)]), 400)
     for start in (0, 1, 33, 250):
-        mixture = Mixture([feed(0), feed(1, 7)], [Stage(weights)])
+        mixture = Mixture([feed(0), feed(1, 7)], [MixtureStage(weights)])
         mixture.taken = [sum(f == n for f, _, _ in names[:start]) for n in range(2)]
         assert take(mixture, 100) == names[start : start + 100]
 
 
 def staged(*stages):
-    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(*stage) for stage in stages])
+    mixture = Mixture([feed(0), feed(1), feed(2)], [MixtureStage(*stage) for stage in stages])
     for step in range(1, 13):
         mixture.begin_step(step)
         yield [f for f, _, _ in take(mixture, 30)]
@@ -143,8 +150,8 @@ def test_stage_weights_apply_from_first_step():
 
 
 def test_source_of_later_stage_does_not_limit_epoch():
-    mixture = Mixture([feed(0), feed(1)], [Stage([1.0, 0.0], 1), Stage([1.0, 1.0])])
+    mixture = Mixture([feed(0), feed(1)], [MixtureStage([1.0, 0.0], 1), MixtureStage([1.0, 1.0])])
     take(mixture, 25)
-    assert mixture.epoch(Drawn.of([])) == 2.5
+    assert mixture.epoch(SampleArrays.of([])) == 2.5
     mixture.begin_step(2)
-    assert mixture.epoch(Drawn.of([])) == 0
+    assert mixture.epoch(SampleArrays.of([])) == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from order_oracles import PlainPacker
 
-from torchmm.data.steps.packing import Packer, members, pack_all
+from torchmm.data.steps.packing import BestFitPacker, group_by_sequence, pack_all
 
 
 @pytest.mark.parametrize("max_open", [1, 2, 16])
@@ -34,7 +34,7 @@ def test_open_packs_improve_fill():
 
 
 def test_old_open_pack_is_closed_by_age():
-    packer = Packer(100, 4)
+    packer = BestFitPacker(100, 4)
     for now in range(1, 6):
         packer.add(np.array([40 if now == 1 else 99]), np.zeros(1, int), now=now)
     assert packer.opened_at[0] == 1
@@ -50,7 +50,10 @@ def test_packer_matches_reference(max_open, max_tiles):
     rng = np.random.default_rng(max_open)
     tokens, tiles = rng.integers(1, 101, 3000), rng.integers(0, 8, 3000)
     tokens[::7] = 100
-    reference, packer = PlainPacker(100, max_open, max_tiles), Packer(100, max_open, max_tiles)
+    reference, packer = (
+        PlainPacker(100, max_open, max_tiles),
+        BestFitPacker(100, max_open, max_tiles),
+    )
     packs = np.zeros(0, np.int64)
     while len(packs) < 3000:
         time = len(packs) // 100
@@ -61,15 +64,15 @@ def test_packer_matches_reference(max_open, max_tiles):
         for i in range(part.start, part.start + len(taken)):
             reference.add(i, int(tokens[i]), int(tiles[i]), time)
         packs = np.append(packs, taken)
-        chosen, starts = members(packs, np.array(packer.open))
+        chosen, starts = group_by_sequence(packs, np.array(packer.open))
         found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
         assert found == [p["names"] for p in reference.open]
-    chosen, starts = members(packs, np.array(packer.closed))
+    chosen, starts = group_by_sequence(packs, np.array(packer.closed))
     found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
     assert found == reference.closed
 
 
 def test_packer_stops_after_requested_packs():
-    packer = Packer(100, 3)
+    packer = BestFitPacker(100, 3)
     placed = packer.add(np.full(1000, 60), np.zeros(1000, int), wanted=4)
     assert len(packer.closed) == 4 and len(placed) == 7

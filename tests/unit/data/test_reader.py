@@ -7,8 +7,8 @@ from data_cases import CLIP, QWEN, png
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.reader import EXTRA_IMAGES, TRUNCATED, UNREAD_FILES, SampleReader
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.reader import EXTRA_IMAGES, TRUNCATED_SAMPLES, UNREAD_FILES, SampleReader
 from torchmm.recipe.data_section import DataConfig
 
 
@@ -75,7 +75,7 @@ def test_unfitting_image_names_tokens_and_keys(make):
 
 def test_read_counts_truncated_text(make):
     sample = make({"vision": CLIP}, length=8).read(Record({"text": "dogs in the sun " * 9}))
-    assert sample.dropped == {TRUNCATED: 1} and len(sample.text.ids) == 8
+    assert sample.dropped == {TRUNCATED_SAMPLES: 1} and len(sample.text.ids) == 8
 
 
 def test_read_counts_images_without_encoders(make):

@@ -14,9 +14,9 @@ from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, 
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.questions import references_of
-from torchmm.data.layouts.recognise import LAYOUTS, parse_record, recognise
-from torchmm.data.layouts.sample import (
+from torchmm.data.record_formats.detect import RECORD_FORMATS, detect_format, parse_record
+from torchmm.data.record_formats.questions import read_references
+from torchmm.data.record_formats.sample import (
     AudioSegment,
     ImageSegment,
     Record,
@@ -25,14 +25,14 @@ from torchmm.data.layouts.sample import (
     TextSegment,
     VideoSegment,
 )
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.recipe.data_section import SourceConfig
 
 
 def conversation(columns, root=None):
     """Return the conversation of a record, before any template."""
     record = Record(columns, root)
-    return recognise(record).read(record)
+    return detect_format(record).read(record)
 
 
 def parts(columns, root=None):
@@ -355,7 +355,7 @@ def test_tool_calls_of_none_are_ignored():
 
 def test_documentation_lists_all_record_formats():
     table = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
-    for layout in LAYOUTS:
+    for layout in RECORD_FORMATS:
         assert re.search(rf"^\| {layout.name} \|", table, re.MULTILINE), layout.name
         for group in layout.needs:
             assert all(f"`{name}`" in table for name in group), group
@@ -368,10 +368,10 @@ def test_examples_of_documentation_are_read():
     while text.strip():
         record, end = json.JSONDecoder().raw_decode(text)
         text = text[end:].lstrip()
-        layout = recognise(Record(record, "/set"))
+        layout = detect_format(Record(record, "/set"))
         layout.read(Record(record, "/set"))
         names.append(layout.name)
-    assert names == [layout.name for layout in LAYOUTS]
+    assert names == [layout.name for layout in RECORD_FORMATS]
 
 
 @pytest.mark.parametrize(
@@ -387,13 +387,13 @@ def test_examples_of_documentation_are_read():
     ],
 )
 def test_references_are_read(columns, references):
-    assert references_of(Record(columns)) == references
+    assert read_references(Record(columns)) == references
 
 
 @pytest.mark.parametrize("references", ["a", [1], [["a"]]])
 def test_references_must_be_strings(references):
     with pytest.raises(CorruptSampleError, match="references"):
-        references_of(Record({"text": "a", "references": references}))
+        read_references(Record({"text": "a", "references": references}))
 
 
 def test_references_column_can_be_renamed(tmp_path):
@@ -401,4 +401,4 @@ def test_references_column_can_be_renamed(tmp_path):
     path = write_parquet(tmp_path / "set", rows)
     config = SourceConfig(path=str(path), columns={"references": "captions"})
     source = open_map_source(config, str(tmp_path / "index"), None)
-    assert references_of(source.read(0)) == ("b", "c")
+    assert read_references(source.read(0)) == ("b", "c")

@@ -10,9 +10,9 @@ from layout_cases import FIRST, SECOND, say
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts import columns as columns_module
-from torchmm.data.layouts.recognise import recognise
-from torchmm.data.layouts.sample import Record
+from torchmm.data.record_formats import columns as columns_module
+from torchmm.data.record_formats.detect import detect_format
+from torchmm.data.record_formats.sample import Record
 
 
 def chat(*entries, **columns):
@@ -264,7 +264,7 @@ def test_inline_files_have_size_limit(monkeypatch):
     with pytest.raises(
         CorruptSampleError, match="image of 12 bytes inside the record, but the limit is 10"
     ):
-        recognise(Record(record)).read(Record(record))
+        detect_format(Record(record)).read(Record(record))
 
 
 def nested(levels):

@@ -19,7 +19,7 @@ from transformers import PixtralImageProcessorPil
 from torchmm.common.errors import ConfigError
 from torchmm.data.build import build_loader
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.media.text import places_in_rows
+from torchmm.data.media.text import placeholder_offsets
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
@@ -72,8 +72,8 @@ def microbatches(model, tokenizer, tmp_path):
 
 
 def test_row_placeholders_skip_row_ends() -> None:
-    assert places_in_rows(6, 3).tolist() == [0, 1, 2, 4, 5, 6]
-    assert places_in_rows(3, 1).tolist() == [0, 2, 4]
+    assert placeholder_offsets(6, 3).tolist() == [0, 1, 2, 4, 5, 6]
+    assert placeholder_offsets(3, 1).tolist() == [0, 2, 4]
 
 
 def processed(number: int, side: int, tokenizer) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import pytest
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptLimit, CorruptSampleError
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import (
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.record_formats.sample import (
     AudioSegment,
     ImageSegment,
     Record,
@@ -179,14 +179,14 @@ def test_corrupt_fraction_requires_hundred_samples():
 
 def test_limit_counts_all_measured_samples():
     """Check a limit if 11 of 200 samples are corrupt, all among the first 108."""
-    limit = CorruptLimit(100, 0.1, measured=200)
+    limit = CorruptLimit(100, 0.1, samples_per_pass=200)
     limit.add(11, 108)
     with pytest.raises(DataError, match="21 of 120"):
         limit.add(10, 12)
 
 
 def test_limit_counts_corrupt_samples_once_per_pass():
-    limit = CorruptLimit(100, 0.5, measured=1000)
+    limit = CorruptLimit(100, 0.5, samples_per_pass=1000)
     limit.add(100 * 5, 1000 * 5)
     with pytest.raises(DataError, match="501 of 5000"):
         limit.add(1, 0)

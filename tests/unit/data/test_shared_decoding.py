@@ -167,7 +167,9 @@ def test_all_ranks_blank_the_same_sample(make, tmp_path, spec, positions):
     assert all(set() < half.corrupt.keys() < whole.corrupt.keys() for half in halves)
     torn = {name: why for half in halves for name, why in half.corrupt.items()}
     assert torn == whole.corrupt
-    settled = [loader.settle(batch, torn) for loader, batch in zip(loaders, batches, strict=True)]
+    settled = [
+        loader.mask_corrupt(batch, torn) for loader, batch in zip(loaders, batches, strict=True)
+    ]
     for batch in settled:
         assert sorted(batch.skipped) == sorted(f"{name}: {why}" for name, why in torn.items())
         for found, wanted in zip(batch.microbatches, settled[0].microbatches, strict=True):
@@ -193,6 +195,6 @@ def test_settled_batch_equals_batch_with_corruption(make, tmp_path):
     clean = first(loader)
     truncate_images(tmp_path)
     torn = first(make(ALL, QWEN, "mrope"))
-    settled = loader.settle(clean, torn.corrupt)
+    settled = loader.mask_corrupt(clean, torn.corrupt)
     for found, wanted in zip(settled.microbatches, torn.microbatches, strict=True):
         assert_equal(found, wanted)

@@ -31,7 +31,7 @@ from torchmm.data.build import build_loader
 from torchmm.data.samples import find_samples
 from torchmm.data.shared_reader import SLACK_STEPS, ReaderAddress, ReaderClient, SharedReader
 from torchmm.data.sources.streams import JsonLinesStream
-from torchmm.data.steps.elsewhere import START, Asked, digest_of
+from torchmm.data.steps.remote_steps import START_DIGEST, StepRequest, digest_state
 from torchmm.recipe.data_section import SourceConfig
 
 SECRET = "of this host"
@@ -152,15 +152,15 @@ def test_shared_reader_reads_each_record_once(site, monkeypatch):
     read = []
     once = JsonLinesStream.next
     monkeypatch.setattr(JsonLinesStream, "next", lambda self: (read.append(1), once(self))[1])
-    reader = shared_reader._Reader(site.data(), training(), site.specs)
+    reader = shared_reader._RequestHandler(site.data(), training(), site.specs)
     reader((False, None), None)
     read.clear()
     counts = []
     for packs in ([0, 1], [2, 3]):
-        state, after = None, START
+        state, after = None, START_DIGEST
         for _ in range(4):
-            part = reader((False, Asked(after, state, False, packs, True)), None)
-            state, after = part.state, digest_of(part.state)
+            part = reader((False, StepRequest(after, state, False, packs, True)), None)
+            state, after = part.state, digest_state(part.state)
             assert sorted(part.packs) == packs
         counts.append(len(read))
     assert counts[0] == counts[1] > 0
@@ -170,7 +170,7 @@ def test_items_without_records_cannot_be_decoded(site):
     """Check that a rank cannot decode a plan without records."""
     address = site.start()
     found = find_samples(site.data(), training(), streams=address, **site.specs)
-    request = Asked(START, None, False, [0, 1], records=False)
+    request = StepRequest(START_DIGEST, None, False, [0, 1], records=False)
     part = found.ask(request)
     assert all(item.record is None for pack in part.packs.values() for item in pack)
     with pytest.raises(AssertionError):

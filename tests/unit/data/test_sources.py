@@ -17,11 +17,11 @@ from data_cases import (
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.columns import file_segment
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import ImageSegment, TextSegment
-from torchmm.data.sources.configured import warn_of_trained_rows
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
+from torchmm.data.record_formats.columns import file_segment
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.record_formats.sample import ImageSegment, TextSegment
+from torchmm.data.sources.map_sources import open_map_source, resolve_files
+from torchmm.data.sources.source_options import warn_about_training_rows
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig, unique_names
 
@@ -296,7 +296,7 @@ def test_validation_on_training_rows_warns(tmp_path, caplog, trained, held_out, 
     config = SourceConfig(path=path, **held_out)
     records = open_map_source(config)
     other = SourceConfig(path=str(tmp_path), **trained)
-    warn_of_trained_rows(config, records, [SourceConfig(path=path, **trained), other])
+    warn_about_training_rows(config, records, [SourceConfig(path=path, **trained), other])
     expected = [f"{both} of {len(records)} validation samples"] if both else []
     assert [r.message[: len(expected[0])] for r in caplog.records] == expected
 

@@ -34,9 +34,9 @@ from transformers import (
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
-from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.loader import Loader
 from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.data.record_formats.sample import Record, SampleOptions
 from torchmm.data.sources.reader import SampleReader
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig

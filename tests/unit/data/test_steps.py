@@ -11,8 +11,8 @@ from data_cases import training
 from index_cases import index_of
 from order_oracles import PlainPacker
 
-from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.steps.step_packs import StepSequence
+from torchmm.data.steps.feeds import FeedOptions, IndexFeed, Mixture, MixtureStage
+from torchmm.data.steps.plan_steps import StepPlanner
 
 RNG = np.random.default_rng(5)
 SIZES = [RNG.integers(1, 65, 211), RNG.integers(20, 41, 57)]
@@ -23,13 +23,13 @@ def mixture(sizes=SIZES, one_epoch=False):
         IndexFeed(FeedOptions(n, f"s{n}", 3, True, one_epoch), index_of(tokens), ())
         for n, tokens in enumerate(sizes)
     ]
-    return Mixture(feeds, [Stage([2.0, 1.0])])
+    return Mixture(feeds, [MixtureStage([2.0, 1.0])])
 
 
 def sequence(ranks=1, state=None, sizes=SIZES, one_epoch=False, packing_buffer_size=5, **changes):
     values = {"global_batch_size": 8, **changes}
     delay = values.pop("packing_max_wait_steps", 3)
-    return StepSequence(
+    return StepPlanner(
         mixture(sizes, one_epoch), training(**values), packing_buffer_size, ranks, 0, state,
         packing_max_wait_steps=delay,
     )  # fmt: skip

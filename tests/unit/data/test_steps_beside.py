@@ -15,11 +15,11 @@ from index_cases import index_of
 from torchmm.common import step_process
 from torchmm.common.batch import Arrangement, Imbalance
 from torchmm.common.errors import CheckpointError, DataError
-from torchmm.data.steps import beside
-from torchmm.data.steps.beside import StepsBeside
-from torchmm.data.steps.order import FeedOptions, IndexFeed
+from torchmm.data.steps import background_steps
+from torchmm.data.steps.background_steps import BackgroundSteps
+from torchmm.data.steps.feeds import FeedOptions, IndexFeed
+from torchmm.data.steps.plan_steps import StepPosition
 from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
-from torchmm.data.steps.step_packs import Position
 from torchmm.recipe.data_section import SourceConfig
 
 RANK = 1
@@ -89,7 +89,7 @@ class Limited:
         return next(self.steps)
 
 
-POSITION = Position(RANK, 2, None, ReverseOrder())
+POSITION = StepPosition(RANK, 2, None, ReverseOrder())
 
 
 def rank_samples(step):
@@ -99,13 +99,13 @@ def rank_samples(step):
 @pytest.fixture
 def always(monkeypatch):
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
-    monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
+    monkeypatch.setattr(background_steps, "TIMEOUT_S", 300.0)
 
 
 def test_background_steps_match_foreground_steps(tmp_path, always, caplog):
     caplog.set_level(logging.INFO)
     begin = Begin(tmp_path)
-    foreground, background = begin(POSITION), StepsBeside(begin, POSITION)
+    foreground, background = begin(POSITION), BackgroundSteps(begin, POSITION)
     for _ in range(12):
         one, two = next(foreground), next(background)
         assert rank_samples(one) == rank_samples(two) and saved(one) == saved(two)
@@ -116,7 +116,7 @@ def test_background_steps_match_foreground_steps(tmp_path, always, caplog):
 
 
 def test_fast_planning_uses_no_process(tmp_path):
-    steps = StepsBeside(Begin(tmp_path), POSITION)
+    steps = BackgroundSteps(Begin(tmp_path), POSITION)
     list(islice(steps, 5))
     assert not steps._process.is_running
 
@@ -124,12 +124,12 @@ def test_fast_planning_uses_no_process(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_process_leaves_no_gap(tmp_path, always, caplog, monkeypatch, number):
     begin = Begin(tmp_path)
-    foreground, background = begin(POSITION), StepsBeside(begin, POSITION)
+    foreground, background = begin(POSITION), BackgroundSteps(begin, POSITION)
     for _ in range(4):
         assert rank_samples(next(foreground)) == rank_samples(next(background))
     process = background._process._process
     os.kill(process.pid, number)
-    monkeypatch.setattr(beside, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(background_steps, "TIMEOUT_S", 1.0)
     for _ in range(6):
         one, two = next(foreground), next(background)
         assert rank_samples(one) == rank_samples(two) and saved(one) == saved(two)
@@ -140,9 +140,9 @@ def test_lost_process_leaves_no_gap(tmp_path, always, caplog, monkeypatch, numbe
 
 
 def test_end_and_errors_reach_caller(tmp_path, always):
-    steps = StepsBeside(FiniteSteps(tmp_path), POSITION)
+    steps = BackgroundSteps(FiniteSteps(tmp_path), POSITION)
     assert len(list(steps)) == 5 and next(steps, None) is None
-    steps = StepsBeside(
+    steps = BackgroundSteps(
         FiniteSteps(tmp_path, DataError("more than 3 samples are corrupt")), POSITION
     )
     with pytest.raises(DataError, match="more than 3"):
@@ -152,7 +152,7 @@ def test_end_and_errors_reach_caller(tmp_path, always):
 
 def test_background_step_has_names_of_its_rank(tmp_path, always):
     """Check that samples of the remaining ranks stay in the background process."""
-    steps = StepsBeside(Begin(tmp_path), POSITION)
+    steps = BackgroundSteps(Begin(tmp_path), POSITION)
     for _ in range(3):
         step = next(steps)
     with pytest.raises(KeyError):

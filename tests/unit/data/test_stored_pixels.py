@@ -15,7 +15,7 @@ from test_patch_layouts import POOLED, SIZED
 from torchmm.common.batch import EncoderInputs, ImageSpec
 from torchmm.common.dtypes import ByteValues
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.data.media.stored_pixels import FixedPixels
+from torchmm.data.media.uint8_pixels import FixedSizePixels
 
 SIZE = {"height": 48, "width": 32}
 CASES = {
@@ -66,7 +66,7 @@ def fixed(changed):
         pixels = processor(images=[image], return_tensors="np", **options)["pixel_values"][0]
         return changed(pixels, bool(options))
 
-    return FixedPixels(run, processor, (16, 16)), run
+    return FixedSizePixels(run, processor, (16, 16)), run
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor
 
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.sample import (
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.text import TextEncoder, VisionBlock, max_text_characters, mrope_positions
+from torchmm.data.record_formats.messages import messages_to_conversation
+from torchmm.data.record_formats.sample import (
     AudioSegment,
     ImageSegment,
     Sample,
     SampleOptions,
     TextSegment,
 )
-from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.images import ImagePreprocessor, decode_rgb
-from torchmm.data.media.text import TextEncoder, VisionBlock, longest_text, mrope_positions
 
 IMAGE = ImageSegment(data=b"")
 
@@ -126,7 +126,7 @@ def test_too_long_text_is_not_tokenized(tokenizer, text_spec, text):
 
 
 def test_text_limit_scales_with_sequence_length():
-    assert longest_text(8192) == 500_000 and longest_text(131_072) == 2_097_152
+    assert max_text_characters(8192) == 500_000 and max_text_characters(131_072) == 2_097_152
 
 
 @pytest.mark.parametrize("limit", range(8, 30))
@@ -150,7 +150,7 @@ def test_truncated_text_has_no_end_token(encoder, text_spec):
 
 
 def chat(tokenizer, messages, images=()):
-    conversation = conversation_of(messages, {"image": images})
+    conversation = messages_to_conversation(messages, {"image": images})
     return ChatTemplate(tokenizer)(conversation, SampleOptions())
 
 

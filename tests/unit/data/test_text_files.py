@@ -16,8 +16,8 @@ import pytest
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.sources import text_files
-from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.data.sources.packed import unpacked
+from torchmm.data.sources.decompress import decompress_to_cache
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig
 
@@ -177,7 +177,7 @@ def test_damaged_decompressed_copy_is_replaced(tmp_path, damage, caplog):
     lines = b"".join(b'{"n": %d}\n' % n for n in range(60))
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines))
-    copy = unpacked(path, tmp_path)
+    copy = decompress_to_cache(path, tmp_path)
     times = copy.stat().st_atime_ns, copy.stat().st_mtime_ns
     record = copy.with_name(f"{copy.name}.record")
     if damage == "tail":
@@ -189,26 +189,26 @@ def test_damaged_decompressed_copy_is_replaced(tmp_path, damage, caplog):
     else:
         record.write_text("[]")
     os.utime(copy, ns=times)
-    assert unpacked(path, tmp_path) == copy and copy.read_bytes() == lines
+    assert decompress_to_cache(path, tmp_path) == copy and copy.read_bytes() == lines
     assert f"{copy} is not the decompressed content of {path}" in caplog.text
 
 
 def test_moved_decompressed_copy_is_hashed(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"n": 1}\n'))
-    copy = unpacked(path, tmp_path)
+    copy = decompress_to_cache(path, tmp_path)
     copy.rename(tmp_path / "moved")
     (tmp_path / "moved").rename(copy)
     os.utime(copy, ns=(0, 0))
     before = copy.stat().st_ino
-    assert unpacked(path, tmp_path) == copy and copy.stat().st_ino == before
+    assert decompress_to_cache(path, tmp_path) == copy and copy.stat().st_ino == before
     record = json.loads(copy.with_name(f"{copy.name}.record").read_text())
     assert record["state"][1] == 0  # not hashed at the next start
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_decompression_stops_at_limit(read, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("torchmm.data.sources.packed.MIN_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr("torchmm.data.sources.decompress.MIN_SIZE_LIMIT_BYTES", 1 << 20)
     text = b'{"n": "' + b"0" * (8 << 20) + b'"}\n'
     codec = {"gz": "gzip", "zst": "zstd"}[kind]
     content = pa.compress(text, codec, asbytes=True)

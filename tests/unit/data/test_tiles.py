@@ -22,12 +22,12 @@ from tile_cases import (
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.images import decode_rgb, make_processor
-from torchmm.data.media.stored_pixels import values_of
-from torchmm.data.media.tile_schemes import joined
+from torchmm.data.media.tile_schemes import join_markers
 from torchmm.data.media.tiles import Tile
+from torchmm.data.media.uint8_pixels import to_model_inputs
+from torchmm.data.record_formats.sample import Record, SampleOptions
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.packing import pack_all
 from torchmm.models.build import build_model
@@ -86,7 +86,7 @@ def ids_and_pixels(reader, *files, prompt=PROMPT, text=CAPTION):
         sample = reader.read(Record(columns))
     pairs = list(zip(sample.files, sample.images, strict=True))
     pixels = np.stack(
-        [values_of(reader.pixels(f, i), reader.medium(i).byte_values) for f, i in pairs]
+        [to_model_inputs(reader.pixels(f, i), reader.medium(i).byte_values) for f, i in pairs]
     )
     assert sample.text.ids.count(reader.text_spec.image_token_id) == sum(
         file.placeholders if isinstance(file, Tile) else image.tokens for file, image in pairs
@@ -272,7 +272,7 @@ def test_missing_library_of_processor_is_reported(monkeypatch):
 
 
 def test_adjacent_text_between_tiles_is_joined():
-    assert joined(("a",), ("b", 1), (), (2, "c"), ("d",)) == ("ab", 1, 2, "cd")
+    assert join_markers(("a",), ("b", 1), (), (2, "c"), ("d",)) == ("ab", 1, 2, "cd")
 
 
 def test_line_feeds_of_gemma_images_join_chat(opened):

@@ -7,7 +7,7 @@ from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.tokenizer import load_tokenizer, read_tokenizer, untrained_tokens
+from torchmm.data.tokenizer import describe_untrained_tokens, load_tokenizer, read_tokenizer
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
@@ -23,7 +23,7 @@ def model(real_data: Path, tmp_path: Path) -> ModelConfig:
 
 
 def test_new_tokens_with_frozen_embeddings_are_listed(model: ModelConfig) -> None:
-    warning = untrained_tokens(model, load_tokenizer(model), trains_embeddings=False)
+    warning = describe_untrained_tokens(model, load_tokenizer(model), trains_embeddings=False)
     assert warning.startswith(
         f"3 new tokens would not be trained: {model.tokenizer} has <loc_0>, <loc_1>"
     )
@@ -31,11 +31,13 @@ def test_new_tokens_with_frozen_embeddings_are_listed(model: ModelConfig) -> Non
 
 
 def test_trained_or_known_tokens_give_no_warning(model: ModelConfig, tmp_path: Path) -> None:
-    assert not untrained_tokens(model, load_tokenizer(model), trains_embeddings=True)
+    assert not describe_untrained_tokens(model, load_tokenizer(model), trains_embeddings=True)
     same = model.model_copy(update={"tokenizer": None})
-    assert not untrained_tokens(same, load_tokenizer(same), trains_embeddings=False)
+    assert not describe_untrained_tokens(same, load_tokenizer(same), trains_embeddings=False)
     weights_only = model.model_copy(update={"llm": LlmConfig(source=str(tmp_path / "none"))})
-    assert not untrained_tokens(weights_only, load_tokenizer(model), trains_embeddings=False)
+    assert not describe_untrained_tokens(
+        weights_only, load_tokenizer(model), trains_embeddings=False
+    )
 
 
 def test_missing_tokenizer_names_local_path(tmp_path: Path) -> None:

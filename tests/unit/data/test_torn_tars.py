@@ -13,7 +13,7 @@ from data_cases import caption_rows
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig
 

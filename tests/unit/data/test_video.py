@@ -23,10 +23,10 @@ from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.media.clip_files import CONTAINERS, write_clip
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
+from torchmm.data.media.video import VideoFile, VideoMedia, sample_frame_indices
+from torchmm.data.media.video_writer import VIDEO_FORMATS, encode_video
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PIXELS = 10_000
@@ -45,12 +45,12 @@ def gray_value(image: Image.Image) -> int:
 
 
 def make_video(count: int, fps: int = 10, suffix: str = "mp4", **size: int) -> bytes:
-    return write_clip(pictures(count, **size), fps, suffix)
+    return encode_video(pictures(count, **size), fps, suffix)
 
 
-@pytest.mark.parametrize("suffix", CONTAINERS)
+@pytest.mark.parametrize("suffix", VIDEO_FORMATS)
 def test_decoded_frames_match_written_frames(suffix: str) -> None:
-    clip = Clip(make_video(20, suffix=suffix), PIXELS)
+    clip = VideoFile(make_video(20, suffix=suffix), PIXELS)
     assert (clip.frames, clip.width_px, clip.height_px) == (20, 48, 32)
     assert clip.duration_s == pytest.approx(2.0, abs=0.02)
     assert clip.at_s(5) == pytest.approx(0.5, abs=0.01)
@@ -61,14 +61,14 @@ def test_decoded_frames_match_written_frames(suffix: str) -> None:
 
 
 def test_seeking_decodes_same_frames_as_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = CONTAINERS["mp4"]._replace(options={"g": "30", "preset": "veryfast"})
-    monkeypatch.setitem(CONTAINERS, "mp4", options)
+    options = VIDEO_FORMATS["mp4"]._replace(options={"g": "30", "preset": "veryfast"})
+    monkeypatch.setitem(VIDEO_FORMATS, "mp4", options)
     data = make_video(400)
-    clip, frames = Clip(data, PIXELS), [0, 7, 150, 151, 290, 399]
+    clip, frames = VideoFile(data, PIXELS), [0, 7, 150, 151, 290, 399]
     assert len(clip._keys) > 10
     assert clip._key_ahead(clip._times[0], clip._times[150]) > clip._times[100]
     seeking = [np.asarray(image) for image in clip.decode(frames)]
-    monkeypatch.setattr(Clip, "_key_ahead", lambda *_: -1)
+    monkeypatch.setattr(VideoFile, "_key_ahead", lambda *_: -1)
     assert all(
         (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(frames), strict=True)
     )
@@ -80,7 +80,7 @@ def test_rotated_video_is_upright() -> None:
     clockwise = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 32 << 16, 0, 0x40000000)
     assert data.count(matrix) == 2  # of the movie and of the track
     at = data.rindex(matrix)
-    clip = Clip(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
+    clip = VideoFile(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
     assert (clip.width_px, clip.height_px) == (32, 48)
     top, bottom = (np.asarray(clip.decode([0])[0])[row, 16].mean() for row in (4, 44))
     assert top > 200 > 100 > bottom  # left became top
@@ -100,15 +100,15 @@ def test_invalid_video_is_corrupt(tmp_path: Path) -> None:
         (full_data[: len(full_data) // 3], "video"),
     ]:
         with pytest.raises(CorruptSampleError, match=message):
-            Clip(data, PIXELS)
+            VideoFile(data, PIXELS)
     with pytest.raises(
         CorruptSampleError, match=r"64x64 pixels is larger than data\.max_image_pixels = 4000"
     ):
-        Clip(full_data, 4000)
+        VideoFile(full_data, 4000)
 
 
 def test_video_that_ends_early_is_corrupt() -> None:
-    clip = Clip(make_video(20), PIXELS)
+    clip = VideoFile(make_video(20), PIXELS)
     clip._times[-1] += 10_000
     with pytest.raises(CorruptSampleError, match="ends before one of its 20 expected frames"):
         clip.decode([3, 19])
@@ -116,13 +116,13 @@ def test_video_that_ends_early_is_corrupt() -> None:
 
 def test_sampled_frames_are_evenly_spaced() -> None:
     config = VideoConfig(fps=2.0, min_frames=4, max_frames=8)
-    assert sampled_frames(40, 4.0, config) == list(range(0, 40, 5))
-    assert sampled_frames(10, 1.0, config) == [0, 2, 5, 7]
-    assert sampled_frames(3, 0.3, config) == [0, 1, 2]
-    assert sampled_frames(3, 0.3, config, group=2) == [0, 1]
-    assert sampled_frames(1, 0.1, config, group=2) == [0]
-    assert len(sampled_frames(9000, 300.0, config)) == 8
-    assert len(sampled_frames(9000, 300.0, config, most=5)) == 5
+    assert sample_frame_indices(40, 4.0, config) == list(range(0, 40, 5))
+    assert sample_frame_indices(10, 1.0, config) == [0, 2, 5, 7]
+    assert sample_frame_indices(3, 0.3, config) == [0, 1, 2]
+    assert sample_frame_indices(3, 0.3, config, group=2) == [0, 1]
+    assert sample_frame_indices(1, 0.1, config, group=2) == [0]
+    assert len(sample_frame_indices(9000, 300.0, config)) == 8
+    assert len(sample_frame_indices(9000, 300.0, config, most=5)) == 5
 
 
 class FakeFrames:
@@ -132,14 +132,14 @@ class FakeFrames:
         self.images = lambda: images
 
 
-def media(spec: ImageSpec, **settings: object) -> ClipMedia:
+def media(spec: ImageSpec, **settings: object) -> VideoMedia:
     config = VideoConfig(**settings)  # type: ignore[arg-type]
-    return ClipMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
+    return VideoMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
 
 
 def test_patches_span_two_frames() -> None:
     medium, images = media(QWEN), pictures(5, 24, 16)
-    meta = medium.parts(Clip(make_video(5, fps=2, width=24, height=16), PIXELS))[0].meta
+    meta = medium.parts(VideoFile(make_video(5, fps=2, width=24, height=16), PIXELS))[0].meta
     assert (meta.frames, meta.patches, meta.tokens, meta.duration_ms) == (2, 48, 12, 2500)
     assert medium.grid_thw(meta) == (2, 4, 6) and medium.block(meta) == (2, 2, 3)
     found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def test_patches_span_two_frames() -> None:
 
 
 def test_frames_with_times_become_images() -> None:
-    clip = Clip(make_video(20), PIXELS)
+    clip = VideoFile(make_video(20), PIXELS)
     parts = media(CLIP).parts(clip)
     assert [part.before for part in parts] == [
         f"<{t} seconds>" for t in ("0.0", "0.5", "1.0", "1.5")
@@ -166,7 +166,7 @@ def test_frames_with_times_become_images() -> None:
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
 def test_pixel_budget_reduces_frames_or_size(spec: ImageSpec) -> None:
-    clip = Clip(make_video(20), PIXELS)
+    clip = VideoFile(make_video(20), PIXELS)
     sizes = []
     for max_pixels in (100_000, 1024):
         medium = media(spec, max_pixels=max_pixels, fps=4.0)
@@ -213,7 +213,7 @@ def test_missing_video_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     data = make_video(4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[video\]'"):
-        Clip(data, PIXELS)
+        VideoFile(data, PIXELS)
 
 
 # Complete samples
@@ -331,7 +331,7 @@ def test_video_folders_and_webdatasets_are_read(load, tmp_path) -> None:
 
 
 def test_dropped_frames_are_counted() -> None:
-    clip = Clip(make_video(20, fps=10), PIXELS)  # 2 s
+    clip = VideoFile(make_video(20, fps=10), PIXELS)  # 2 s
     assert media(CLIP, fps=10, max_frames=64).count_dropped_frames(clip) == 0
     assert media(CLIP, fps=10, max_frames=6).count_dropped_frames(clip) == 14
     assert (

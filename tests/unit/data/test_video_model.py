@@ -26,8 +26,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.build import build_loader
-from torchmm.data.media.clip_files import write_clip
-from torchmm.data.media.video import sampled_frames
+from torchmm.data.media.video import sample_frame_indices
+from torchmm.data.media.video_writer import encode_video
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 from torchmm.recipe.model_section import ModelConfig
 
@@ -57,7 +57,7 @@ def load(tmp_path, tokenizer):
     for i in range(8):
         row: dict = {"video": None, "image": None, "text": caption(i)}
         if i % 4 < 3:
-            row["video"] = write_clip(pictures(4 << i % 3, 24 + 8 * (i % 3), 16), fps=2)
+            row["video"] = encode_video(pictures(4 << i % 3, 24 + 8 * (i % 3), 16), fps=2)
         if i % 4 in (1, 3):
             row["image"] = {"bytes": png(16, 24, i), "path": None}
         rows.append(row)
@@ -255,7 +255,7 @@ def test_time_of_frames_changes_loss(load) -> None:
 @pytest.mark.parametrize("frames", [8, 7, 5])
 def test_times_match_hugging_face_processor(frames: int, tmp_path, tokenizer) -> None:
     model = build(tiny("qwen3_vl"))
-    clip = write_clip(pictures(frames, 24, 16), fps=3)
+    clip = encode_video(pictures(frames, 24, 16), fps=3)
     path = write_parquet(tmp_path / "videos", [{"video": clip, "text": caption(1)}] * 4)
     video = VideoConfig(fps=3.0, max_pixels=16 * 1024)
     loader = build_loader(
@@ -269,7 +269,7 @@ def test_times_match_hugging_face_processor(frames: int, tmp_path, tokenizer) ->
         state=None,
     )
     microbatch = single(next(iter(loader)).microbatches[0], 0)
-    frame_indices = sampled_frames(frames, frames / 3, video, group=2)
+    frame_indices = sample_frame_indices(frames, frames / 3, video, group=2)
     ((_, rows, columns), *remaining) = microbatch.encoders["vision"].grids_thw
     processor = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),

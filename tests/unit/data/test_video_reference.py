@@ -23,8 +23,8 @@ from transformers.video_utils import VideoMetadata
 
 from torchmm.common.batch import TextSpec
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.data.media.stored_pixels import values_of
-from torchmm.data.media.video import ClipMedia, sampled_frames
+from torchmm.data.media.uint8_pixels import to_model_inputs
+from torchmm.data.media.video import VideoMedia, sample_frame_indices
 from torchmm.recipe.data_section import VideoConfig
 
 CONFIG = VideoConfig(fps=2.0, min_frames=4, max_frames=24)
@@ -66,7 +66,7 @@ def noise(frames: int, width: int, height: int) -> Tensor:
 
 def test_sampled_frames_match_reference() -> None:
     for frames, rate in RATES:
-        found = sampled_frames(frames, frames / rate, CONFIG, group=2)
+        found = sample_frame_indices(frames, frames / rate, CONFIG, group=2)
         assert found == reference_frames(frames, rate)
 
 
@@ -77,9 +77,9 @@ def test_video_patches_match_reference(shape: tuple[int, int, int]) -> None:
     single, groups = preprocessor.meta(width, height), -(-count // 2)
     meta = replace(single, frames=groups, patches=groups * single.patches)
     frames = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
-    medium = ClipMedia(preprocessor, CONFIG, TextSpec(64, 63))
+    medium = VideoMedia(preprocessor, CONFIG, TextSpec(64, 63))
     stored = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
-    found = values_of(stored, medium.byte_values)
+    found = to_model_inputs(stored, medium.byte_values)
     expected = reference_patches(x_FCHW).numpy()
     assert found.shape == expected.shape
     # Pillow and torch round differently when they resize, by at most 1 of 256 values.

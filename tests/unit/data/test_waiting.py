@@ -13,7 +13,7 @@ from data_cases import caption, data_config, training, write_jsonl
 from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
 from torchmm.data.build import build_loader
-from torchmm.data.nodes import Overdue, Waiting
+from torchmm.data.nodes import TimedCall, TimeoutResult
 from torchmm.recipe.data_section import SourceConfig
 
 LONG_S = 60.0
@@ -96,7 +96,7 @@ def test_stop_signal_shortens_waiting(tmp_path, tokenizer, text_spec, monkeypatc
     while received[-1] is not None:
         received.append(next(batches))
     assert time.monotonic() - begin < LONG_S / 2
-    assert "data worker 0" in loader.overdue
+    assert "data worker 0" in loader.timeout_message
     assert_gone(workers)
 
 
@@ -112,12 +112,12 @@ def test_waiting_returns_results_errors_and_timeouts():
             raise value
         return value
 
-    waiting = Waiting(produce)
+    waiting = TimedCall(produce)
     assert waiting.get(LONG_S) == 1
     with pytest.raises(ValueError, match="bad"):
         waiting.get(LONG_S)
     assert waiting.get(LONG_S) == 2
     overdue = waiting.get(0.05)
-    assert isinstance(overdue, Overdue) and not overdue.stopping and overdue.waited_s >= 0.05
+    assert isinstance(overdue, TimeoutResult) and not overdue.stopping and overdue.waited_s >= 0.05
     release.set()
     waiting.close()

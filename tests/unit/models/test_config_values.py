@@ -6,7 +6,7 @@ import pytest
 from model_cases import COMPOSITES, ENCODERS, LLMS, problems_of_model
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.media.medium import open_media
+from torchmm.data.media.preprocessors import open_media
 from torchmm.models.build import build_model
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.config_values import value_problems

@@ -9,7 +9,7 @@ from recipe_problems import problems_of
 from torchmm.common import extensions
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.data.generated import make_drawing_preprocessor
+from torchmm.data.target_images import make_target_preprocessor
 
 GENERATION = '"generation" is not installed'
 AUTO_MODELS = '"auto_models" is not installed'
@@ -38,7 +38,7 @@ def test_generator_without_extension_is_config_error() -> None:
     (problem,) = problems_of_model(section)
     assert problem.startswith("model.generator: ") and GENERATION in problem
     with pytest.raises(ConfigError, match=GENERATION):
-        make_drawing_preprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
+        make_target_preprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
 
 
 def test_generator_recipe_without_extension_is_rejected(tmp_path: Path) -> None:

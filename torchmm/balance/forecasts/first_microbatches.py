@@ -18,7 +18,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import step_flops
 from torchmm.costs.sizes import module_tasks, text_tokens
-from torchmm.data.steps.balanced_packing import SEQUENCES, BalancedPacker
+from torchmm.data.steps.balanced_packing import FILLED_SEQUENCES, BalancedPacker
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph
@@ -85,9 +85,12 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
         )
     samples = (
         sample
-        for first in count_from(step=SEQUENCES)
+        for first in count_from(step=FILLED_SEQUENCES)
         for sequence in sample_microbatches(
-            SimulationConfig.from_parent(recipe), SEQUENCES, sequence_length=length, first=first
+            SimulationConfig.from_parent(recipe),
+            FILLED_SEQUENCES,
+            sequence_length=length,
+            first=first,
         )
         for sample in sequence.samples
     )

@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from torchmm.data.files.remote import AnyFile, RemoteFile
+from torchmm.data.files.remote_files import AnyFile, RemoteFile
 
-SMALL_BYTES = 4096
+INLINE_BYTES = 4096
 """Inner files below this size in bytes are read immediately."""
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -49,7 +49,7 @@ def _descriptor(name: str, flags: int) -> int:
     if kind != stat.S_IFREG:
         os.close(descriptor)
         raise OSError(
-            errno.EINVAL, f"is {_KINDS.get(kind, 'a special file')}, not a regular file", name
+            errno.EINVAL, f"is {_FILE_TYPES.get(kind, 'a special file')}, not a regular file", name
         )
     return descriptor
 
@@ -104,33 +104,33 @@ InnerFile = FileRange | TableValue
 """Unread file inside of a tar file or an Arrow table."""
 
 
-def row_of(table: pa.Table) -> dict[str, Any]:
+def read_row(table: pa.Table) -> dict[str, Any]:
     """Return the only row of a table as Python values. Large binary values are not read."""
     columns = zip(table.column_names, table.columns, strict=True)
-    return {name: _value(column[0]) for name, column in columns}
+    return {name: _to_python(column[0]) for name, column in columns}
 
 
-def _value(scalar: pa.Scalar) -> Any:
+def _to_python(scalar: pa.Scalar) -> Any:
     kind = scalar.type
-    if not scalar.is_valid or not _has_bytes(kind):
+    if not scalar.is_valid or not _contains_bytes(kind):
         return scalar.as_py()
     if pa.types.is_struct(kind):
-        return {name: _value(part) for name, part in scalar.items()}
+        return {name: _to_python(part) for name, part in scalar.items()}
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return [_value(part) for part in scalar.values]
+        return [_to_python(part) for part in scalar.values]
     buffer = scalar.as_buffer()
-    return TableValue(buffer) if buffer.size >= SMALL_BYTES else buffer.to_pybytes()
+    return TableValue(buffer) if buffer.size >= INLINE_BYTES else buffer.to_pybytes()
 
 
-def _has_bytes(kind: pa.DataType) -> bool:
+def _contains_bytes(kind: pa.DataType) -> bool:
     """Return True if values of a type are bytes, or structs or lists with bytes."""
     if pa.types.is_struct(kind):
-        return any(_has_bytes(field.type) for field in kind)
+        return any(_contains_bytes(field.type) for field in kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _has_bytes(kind.value_type)
+        return _contains_bytes(kind.value_type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def content_of(value: Any) -> Any:
+def read_value(value: Any) -> Any:
     """Return a value of a record. An unread value of a table is read."""
     return value.read() if isinstance(value, TableValue) else value

@@ -28,7 +28,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
-from torchmm.data.layouts.columns import MAX_SAMPLING_RATE
+from torchmm.data.record_formats.columns import MAX_SAMPLING_RATE
 
 TOLERANCE_S = 0.1
 """Audio that exceeds the maximum length by at most this time in seconds is truncated. Files of 30 s

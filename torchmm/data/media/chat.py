@@ -1,8 +1,8 @@
 """Convert chats to segments with the chat template of the tokenizer.
 
-The template is rendered with the strings of the sample, and with markers instead (`chat_marks.py`).
-Comparing both shows the position of each string. A sample is rejected if the template omits, moves,
-repeats or changes a string.
+The template is rendered with the strings of the sample, and with markers instead
+(`chat_markers.py`). Comparing both shows the position of each string. A sample is rejected if the
+template omits, moves, repeats or changes a string.
 
 Strings of the sample are tokenized as plain text, together with adjacent template text without
 special tokens. Token ids are those of the full text, and a message cannot forge a turn.
@@ -25,9 +25,28 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.common.errors import TEMPLATE_ERRORS
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.chat_keys import is_empty
-from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
-from torchmm.data.layouts.sample import (
+from torchmm.data.media.chat_markers import (
+    AlignedRendering,
+    MarkerWriter,
+    MessageStyle,
+    PlainWriter,
+    align_rendering,
+    split_at_markers,
+    template_messages,
+    template_tools,
+    unmarked_strings,
+)
+from torchmm.data.media.chat_spans import (
+    AssistantDelimiters,
+    CharacterSpan,
+    TurnSpanFinder,
+    find_delimiters,
+    group_spans_by_turn,
+    loss_mask,
+)
+from torchmm.data.record_formats.chat_keys import is_empty
+from torchmm.data.record_formats.chat_types import Conversation, Turn, match_tool_results
+from torchmm.data.record_formats.sample import (
     AudioSegment,
     FileSegment,
     Sample,
@@ -35,18 +54,6 @@ from torchmm.data.layouts.sample import (
     Segment,
     TextSegment,
 )
-from torchmm.data.media.chat_marks import (
-    Marks,
-    Plain,
-    Rendering,
-    Style,
-    align,
-    messages_of,
-    text_after_marks,
-    tools_with,
-    unmarked_strings,
-)
-from torchmm.data.media.chat_spans import Habits, Span, Spans, find_ends, loss_mask, tagged_by_turn
 
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}"
@@ -56,11 +63,11 @@ FALLBACK_TEMPLATE = (
 )
 """Chat template for tokenizers without one."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
+PYTHON_LITERAL_MARKER = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
 """Pattern of a marker in an object or list that a template wrote without `tojson`."""
-_INDENTS = (None, 2, 4)
-_KEPT_HABITS = 64
-_RESERVED = {
+_JSON_INDENTS = (None, 2, 4)
+_MAX_CACHED_DELIMITERS = 64
+_RESERVED_OPTIONS = {
     "messages",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
@@ -70,7 +77,7 @@ _RESERVED = {
 logger = logging.getLogger(__name__)
 
 
-class TemplateRefusalError(CorruptSampleError):
+class TemplateRejectionError(CorruptSampleError):
     """Error if the template rejects messages."""
 
 
@@ -88,8 +95,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.around_sounds = around_sounds
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
-        self._special = _pattern(tokenizer)
-        self._habits: dict[tuple[Style, bool, str], Habits] = {}
+        self._special = _special_token_pattern(tokenizer)
+        self._habits: dict[tuple[MessageStyle, bool, str], AssistantDelimiters] = {}
         self._warned = False
 
     def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
@@ -110,10 +117,12 @@ class ChatTemplate:
         for json_arguments in (False, True) if calls else (False,):
             for parts in (False, True):
                 try:
-                    return _Chat(self, conversation, Style(parts, json_arguments)).sample(options)
+                    return _RenderedConversation(
+                        self, conversation, MessageStyle(parts, json_arguments)
+                    ).sample(options)
                 except CorruptSampleError as error:
                     problems.append(error)
-        ours = [e for e in problems if not isinstance(e, TemplateRefusalError)]
+        ours = [e for e in problems if not isinstance(e, TemplateRejectionError)]
         # With an unsupported style, the template omits contents. Prefer the error of another style.
         raise min(ours or problems, key=lambda error: " content of" in str(error))
 
@@ -124,7 +133,7 @@ class ChatTemplate:
             return
         template = self.tokenizer.get_chat_template(self.template, list(conversation.tools))
         for key, value in options.items():
-            if key in _RESERVED or key in self.tokenizer.special_tokens_map:
+            if key in _RESERVED_OPTIONS or key in self.tokenizer.special_tokens_map:
                 raise CorruptSampleError(
                     f"chat_template_kwargs contains {key}, which is reserved; remove it"
                 )
@@ -151,7 +160,7 @@ class ChatTemplate:
             prompt: Whether to add the generation prompt.
 
         Raises:
-            TemplateRefusalError: The template rejects the messages.
+            TemplateRejectionError: The template rejects the messages.
         """
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -163,7 +172,7 @@ class ChatTemplate:
                 **options,
             )
         except TEMPLATE_ERRORS as error:
-            raise TemplateRefusalError(
+            raise TemplateRejectionError(
                 f"the chat template rejects the messages: {error}"
             ) from error
         assert isinstance(text, str)
@@ -171,7 +180,7 @@ class ChatTemplate:
 
     def tagged(
         self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
-    ) -> list[Span] | None:
+    ) -> list[CharacterSpan] | None:
         """Return the spans of `{% generation %}` tags, or None if the template has no tags."""
         template = self.tokenizer.get_chat_template(self.template, tools)
         if not GENERATION_TAG.search(template):
@@ -192,28 +201,30 @@ class ChatTemplate:
         """Pattern of special tokens (group "token") with the whitespace that they strip."""
         return self._special
 
-    def habits(self, style: Style, with_tools: bool, options: Mapping[str, Any]) -> Habits:
+    def habits(
+        self, style: MessageStyle, with_tools: bool, options: Mapping[str, Any]
+    ) -> AssistantDelimiters:
         """Return the text of the template around assistant messages."""
         key = (style, with_tools, json.dumps(options, sort_keys=True))
         if key not in self._habits:
-            if len(self._habits) >= _KEPT_HABITS:  # options may differ per record
+            if len(self._habits) >= _MAX_CACHED_DELIMITERS:  # options may differ per record
                 self._habits.clear()
             self._habits[key] = self._find_habits(style, options)
         return self._habits[key]
 
     def end_tokens(self) -> set[int]:
         """Return the ids of special tokens that the template writes after an assistant message."""
-        styles = [Style(parts, json_arguments=False) for parts in (False, True)]
+        styles = [MessageStyle(parts, json_arguments=False) for parts in (False, True)]
         tokens = {token for style in styles for token in self.habits(style, False, {}).ends}
         vocabulary = self.tokenizer.get_vocab()
         return {vocabulary[token] for token in tokens if token in vocabulary}
 
-    def _find_habits(self, style: Style, options: Mapping[str, Any]) -> Habits:
+    def _find_habits(self, style: MessageStyle, options: Mapping[str, Any]) -> AssistantDelimiters:
         """Render plain chats to find the text before and after assistant messages."""
         plain = (Turn("user", ("a",)), Turn("assistant", ("b",)))
 
         def render(turns: Sequence[Turn], prompt: bool = False) -> str:
-            messages = messages_of(Conversation(tuple(turns)), style, Marks())
+            messages = template_messages(Conversation(tuple(turns)), style, MarkerWriter())
             return self.render(messages, None, options, prompt)
 
         eos = self.tokenizer.eos_token
@@ -221,20 +232,20 @@ class ChatTemplate:
             asked = render(plain[:1])
             prompted = render(plain[:1], prompt=True)
             answered = render(plain)
-        except TemplateRefusalError:
-            return Habits("", (str(eos),) if eos else ())
+        except TemplateRejectionError:
+            return AssistantDelimiters("", (str(eos),) if eos else ())
         prompt = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
         # Without a generation prompt, use the text between user and assistant message.
-        between = "".join(text_after_marks(answered)[1:2])
-        header = prompt or between.removeprefix(text_after_marks(asked)[-1])
+        between = "".join(split_at_markers(answered)[1:2])
+        header = prompt or between.removeprefix(split_at_markers(asked)[-1])
         header = header if header.strip() else ""  # whitespace is part of the message
         followed = []
         for turns in ((*plain, *plain), (*plain, plain[1])):
             try:
-                followed.append(text_after_marks(render(turns))[2])
-            except (TemplateRefusalError, IndexError):
+                followed.append(split_at_markers(render(turns))[2])
+            except (TemplateRejectionError, IndexError):
                 continue  # a template may accept one answer only, or no two in a row
-        return find_ends(header, text_after_marks(answered)[-1], followed, self._special)
+        return find_delimiters(header, split_at_markers(answered)[-1], followed, self._special)
 
     def warn_of_no_end(self) -> None:
         """Warn once that assistant messages have no end token."""
@@ -247,34 +258,38 @@ class ChatTemplate:
             )
 
 
-class _Chat:
+class _RenderedConversation:
     """Rendered conversation in one message style. May raise CorruptSampleError."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation, style: Style) -> None:
+    def __init__(
+        self, template: ChatTemplate, conversation: Conversation, style: MessageStyle
+    ) -> None:
         self.template = template
         self.conversation = conversation
         self.style = style
-        marks = Marks()
-        self.marked = messages_of(conversation, style, marks)
-        self.marked_tools = tools_with(conversation.tools, marks)
-        self.messages = messages_of(conversation, style, Plain())
-        self.tools = tools_with(conversation.tools, Plain())
+        marks = MarkerWriter()
+        self.marked = template_messages(conversation, style, marks)
+        self.marked_tools = template_tools(conversation.tools, marks)
+        self.messages = template_messages(conversation, style, PlainWriter())
+        self.tools = template_tools(conversation.tools, PlainWriter())
         self.options = conversation.template_options
         marked = template.render(self.marked, self.marked_tools, self.options)
-        written = (marks.marks[int(match[1])].kind for match in AS_PYTHON.finditer(marked))
+        written = (
+            marks.marks[int(match[1])].kind for match in PYTHON_LITERAL_MARKER.finditer(marked)
+        )
         if any(kind in ("arguments", "content") for kind in written):
-            raise TemplateRefusalError(
+            raise TemplateRejectionError(
                 "the chat template writes objects in Python syntax, not as JSON; use the "
                 "tojson filter in the template"
             )
-        answered = answered_calls(conversation.turns)
+        answered = match_tool_results(conversation.turns)
         named = {
             k
             for k, (call, _) in answered.items()
             if call is not None and call["function"]["name"] == conversation.turns[k].name
         }
         plain = template.render(self.messages, self.tools, self.options)
-        self.rendering = align(marked, plain, marks.marks, named)
+        self.rendering = align_rendering(marked, plain, marks.marks, named)
         self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
         self._check_tools()
 
@@ -283,7 +298,7 @@ class _Chat:
         turns = self.conversation.turns
         rendering = self.rendering
         tagged = self.template.tagged(self.messages, self.tools, self.options)
-        by_turn = tagged_by_turn(rendering, tagged or ())
+        by_turn = group_spans_by_turn(rendering, tagged or ())
         habits = self.template.habits(self.style, self.tools is not None, self.options)
         if tagged is None and not habits.ends and any(t.role == "assistant" for t in turns):
             self.template.warn_of_no_end()
@@ -291,21 +306,21 @@ class _Chat:
         def tail(count: int) -> str | None:
             try:
                 marked = self.template.render(self.marked[:count], self.marked_tools, self.options)
-                return text_after_marks(marked)[-1]
-            except TemplateRefusalError:
+                return split_at_markers(marked)[-1]
+            except TemplateRejectionError:
                 return None
 
         start_token = str(self.template.tokenizer.bos_token or "")
-        around = Spans(rendering, turns, habits, self.template.special, start_token, tail)
+        around = TurnSpanFinder(rendering, turns, habits, self.template.special, start_token, tail)
 
-        def spans(turn: int) -> Sequence[Span]:
+        def spans(turn: int) -> Sequence[CharacterSpan]:
             if tagged is None or turns[turn].role != "assistant":
                 return around(turn)
             return by_turn.get(turn, [])
 
         mask = loss_mask(turns, options.train_on, len(rendering.text), spans)
         template = self.template
-        segments = _segments(rendering, mask, template.special, template.around_sounds)
+        segments = _split_segments(rendering, mask, template.special, template.around_sounds)
         return Sample(tuple(segments), False, False)
 
     def _check_ids(self, out_of_order: Sequence[int]) -> None:
@@ -337,7 +352,7 @@ class _Chat:
             full_texts = (
                 json.dumps(t, ensure_ascii=False, indent=i)
                 for t in (tool, tool["function"])
-                for i in _INDENTS
+                for i in _JSON_INDENTS
             )
             if any(text in self.rendering.text for text in full_texts):
                 continue
@@ -365,8 +380,8 @@ def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             yield where, scalar, copy
 
 
-def _segments(
-    rendering: Rendering,
+def _split_segments(
+    rendering: AlignedRendering,
     mask: bytearray,
     special: re.Pattern[str],
     around_sounds: tuple[str, str],
@@ -377,36 +392,38 @@ def _segments(
     for number in range(len(rendering.marks) + 1):
         begin, end = rendering.between(number)
         for match in special.finditer(rendering.text, begin, end):
-            _add_text(segments, rendering.text, mask, begin, match.start())
+            _append_plain_text(segments, rendering.text, mask, begin, match.start())
             loss = bool(mask[match.start("token")])
             segments.append(TextSegment(match.group(), loss, scaffold=True))
             begin = match.end()
-        _add_text(segments, rendering.text, mask, begin, end)
+        _append_plain_text(segments, rendering.text, mask, begin, end)
         if number < len(rendering.marks):
             value = rendering.marks[number].value
             if isinstance(value, AudioSegment):
                 sounds += 1
-                _join(segments, around_sounds[0].replace("{}", str(sounds)), loss=False)
+                _append_joined(segments, around_sounds[0].replace("{}", str(sounds)), loss=False)
                 segments.append(value)
-                _join(segments, around_sounds[1], loss=False)
+                _append_joined(segments, around_sounds[1], loss=False)
             elif isinstance(value, FileSegment):
                 segments.append(value)  # type: ignore[arg-type]
             else:
-                _add_text(segments, rendering.text, mask, *rendering.places[number])
+                _append_plain_text(segments, rendering.text, mask, *rendering.places[number])
     return segments
 
 
-def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, end: int) -> None:
+def _append_plain_text(
+    segments: list[Segment], text: str, mask: bytearray, begin: int, end: int
+) -> None:
     """Append text without special tokens."""
     while begin < end:
         loss = mask[begin]
         change = mask.find(1 - loss, begin, end)
         piece = text[begin : change if change >= 0 else end]
         begin += len(piece)
-        _join(segments, piece, bool(loss))
+        _append_joined(segments, piece, bool(loss))
 
 
-def _join(segments: list[Segment], text: str, loss: bool) -> None:
+def _append_joined(segments: list[Segment], text: str, loss: bool) -> None:
     """Append plain text, joined to preceding plain text with the same loss flag."""
     last = segments[-1] if segments else None
     if isinstance(last, TextSegment) and not last.scaffold and last.loss == loss:
@@ -415,7 +432,7 @@ def _join(segments: list[Segment], text: str, loss: bool) -> None:
         segments.append(TextSegment(text, loss))
 
 
-def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def _special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     tokens = sorted((t for t in added if t.special), key=lambda t: len(t.content), reverse=True)
     before = "|".join(re.escape(t.content) for t in tokens if t.lstrip)

@@ -19,15 +19,15 @@ from transformers.utils import chat_template_utils
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.conversation import Conversation
-from torchmm.data.layouts.sample import Sample, SampleOptions
 from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.record_formats.chat_types import Conversation
+from torchmm.data.record_formats.sample import Sample, SampleOptions
 
-LIMIT_S = 30.0
+CPU_LIMIT_S = 30.0
 """Maximum CPU time per chat in seconds. Long chats with tools use less than 1 s."""
-MAX_EXCEEDED = 5
-"""Number of chats beyond `LIMIT_S` in one process after which the run stops."""
-MAX_SIZE = 10_000_000
+MAX_EXCEEDED_CHATS = 5
+"""Number of chats beyond `CPU_LIMIT_S` in one process after which the run stops."""
+MAX_RESULT_SIZE = 10_000_000
 """Maximum integer, and maximum length of a string or list that an operator returns."""
 POLL_S = 0.5
 """Seconds between checks of the CPU time."""
@@ -46,13 +46,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Compile a template, as Jinja does.
 
         Raises:
-            SecurityError: The template has an integer above `MAX_SIZE`.
+            SecurityError: The template has an integer above `MAX_RESULT_SIZE`.
         """
         template = self.parse(source) if isinstance(source, str) else source
         for constant in template.find_all(Const):
-            if isinstance(constant.value, int) and constant.value > MAX_SIZE:
+            if isinstance(constant.value, int) and constant.value > MAX_RESULT_SIZE:
                 raise SecurityError(
-                    f"the integer {constant.value} is above the limit of {MAX_SIZE:,}"
+                    f"the integer {constant.value} is above the limit of {MAX_RESULT_SIZE:,}"
                 )
         return super().compile(source, *args, **options)
 
@@ -60,21 +60,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of an intercepted operator.
 
         Raises:
-            SecurityError: The result exceeds `MAX_SIZE`.
+            SecurityError: The result exceeds `MAX_RESULT_SIZE`.
         """
         size = 0
         if operator == "%":
             size = _max_width(left) if isinstance(left, str) else 0
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int):
-                size = MAX_SIZE + 1 if left.bit_length() * right > 64 else left**right
+                size = MAX_RESULT_SIZE + 1 if left.bit_length() * right > 64 else left**right
         else:
             count, items = (left, right) if isinstance(left, int) else (right, left)
             size = len(items) if isinstance(items, str | list | tuple) else items
             size = size * count if isinstance(size, int) and isinstance(count, int) else 0
-        if size > MAX_SIZE:
+        if size > MAX_RESULT_SIZE:
             raise SecurityError(
-                f"the result of operator {operator} is above the limit of {MAX_SIZE:,}"
+                f"the result of operator {operator} is above the limit of {MAX_RESULT_SIZE:,}"
             )
         return super().call_binop(context, operator, left, right)
 
@@ -163,7 +163,7 @@ class LimitedTemplate:
         limit_s: Maximum CPU time per chat in seconds.
     """
 
-    def __init__(self, template: ChatTemplate, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, template: ChatTemplate, limit_s: float = CPU_LIMIT_S) -> None:
         self._template = template
         self._limit_s = limit_s
         self._limit = CpuLimit(limit_s)
@@ -174,7 +174,7 @@ class LimitedTemplate:
 
         Raises:
             CorruptSampleError: The template rejects the conversation or exceeds the limit.
-            DataError: The template exceeded the limit for `MAX_EXCEEDED` conversations.
+            DataError: The template exceeded the limit for `MAX_EXCEEDED_CHATS` conversations.
         """
         try:
             with self._limit:
@@ -182,7 +182,7 @@ class LimitedTemplate:
         except CpuLimitError:
             self._exceeded += 1
             problem = f"the chat template used more than {self._limit_s:g} s of CPU time"
-            if self._exceeded < MAX_EXCEEDED:
+            if self._exceeded < MAX_EXCEEDED_CHATS:
                 raise CorruptSampleError(problem) from None
             name = self._template.tokenizer.name_or_path
             raise DataError(

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.conversation import Turn
-from torchmm.data.media.chat_marks import Rendering
+from torchmm.data.media.chat_markers import AlignedRendering
+from torchmm.data.record_formats.chat_types import Turn
 
-Span = tuple[int, int]
+CharacterSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Habits:
+class AssistantDelimiters:
     """Text of a chat template around assistant messages."""
 
     header: str
@@ -34,7 +34,9 @@ class Habits:
     """Text after the last assistant message, which ends the chat."""
 
 
-def find_ends(header: str, last: str, followed: Sequence[str], special: re.Pattern[str]) -> Habits:
+def find_delimiters(
+    header: str, last: str, followed: Sequence[str], special: re.Pattern[str]
+) -> AssistantDelimiters:
     """Return the text of a template around assistant messages.
 
     The end of an assistant message is the common text after the last message and between messages,
@@ -42,25 +44,27 @@ def find_ends(header: str, last: str, followed: Sequence[str], special: re.Patte
     and then `</s>`) or start the next message (`<|user|>` of GLM-4.6).
 
     Args:
-        header: See `Habits`.
+        header: See `AssistantDelimiters`.
         last: Text after the last assistant message.
         followed: Text between an assistant message and the next message, for several roles.
         special: Pattern of special tokens.
     """
-    same = _whole(_common(last, followed[0]), last, special) if followed else last
+    same = (
+        _trim_partial_token(_common_prefix(last, followed[0]), last, special) if followed else last
+    )
     if tokens := list(special.finditer(same)):
-        return Habits(header, (tokens[-1]["token"],), last[tokens[-1].end("token") :])
+        return AssistantDelimiters(header, (tokens[-1]["token"],), last[tokens[-1].end("token") :])
     tokens = list(special.finditer(last))
     if not tokens:
-        return Habits(header, ())
+        return AssistantDelimiters(header, ())
     # GPT-OSS ends the last answer with another token than earlier ones.
     ends = [tokens[-1]["token"]]
-    if len(followed) > 1 and (first := special.search(_common(*followed))) is not None:
+    if len(followed) > 1 and (first := special.search(_common_prefix(*followed))) is not None:
         ends.append(first["token"])
-    return Habits(header, tuple(ends))
+    return AssistantDelimiters(header, tuple(ends))
 
 
-def _whole(begin: str, text: str, special: re.Pattern[str]) -> str:
+def _trim_partial_token(begin: str, text: str, special: re.Pattern[str]) -> str:
     """Return a prefix of a text, shortened if it ends inside a special token."""
     for match in special.finditer(text):
         if match.start("token") < len(begin) < match.end("token"):
@@ -69,7 +73,10 @@ def _whole(begin: str, text: str, special: re.Pattern[str]) -> str:
 
 
 def loss_mask(
-    turns: Sequence[Turn], train_on: str, length: int, spans: Callable[[int], Sequence[Span]]
+    turns: Sequence[Turn],
+    train_on: str,
+    length: int,
+    spans: Callable[[int], Sequence[CharacterSpan]],
 ) -> bytearray:
     """Return the loss mask of a rendered chat, with 1 for each character in the loss.
 
@@ -91,7 +98,9 @@ def loss_mask(
     return mask
 
 
-def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, list[Span]]:
+def group_spans_by_turn(
+    rendering: AlignedRendering, tagged: Sequence[CharacterSpan]
+) -> dict[int, list[CharacterSpan]]:
     """Assign the `{% generation %}` spans of a template to turns.
 
     A span belongs to the turn of its first string. An empty span belongs to the preceding turn.
@@ -104,7 +113,7 @@ def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, li
         if owned and mark.turn is not None
     ]
     begins = [begin for begin, _ in said]
-    turns: dict[int, list[Span]] = {}
+    turns: dict[int, list[CharacterSpan]] = {}
     for span in tagged:
         first = bisect_left(begins, span[0])
         if first < len(said) and begins[first] < span[1]:
@@ -114,7 +123,7 @@ def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, li
     return turns
 
 
-class Spans:
+class TurnSpanFinder:
     """Callable that finds the spans of turns by the template text around them.
 
     Args:
@@ -129,9 +138,9 @@ class Spans:
 
     def __init__(
         self,
-        rendering: Rendering,
+        rendering: AlignedRendering,
         turns: Sequence[Turn],
-        habits: Habits,
+        habits: AssistantDelimiters,
         special: re.Pattern[str],
         start_token: str,
         tail: Callable[[int], str | None],
@@ -147,7 +156,7 @@ class Spans:
             if rendering.owned[number]:
                 self._numbers.setdefault(mark.turn, []).append(number)
 
-    def __call__(self, turn: int) -> list[Span]:
+    def __call__(self, turn: int) -> list[CharacterSpan]:
         """Return the spans of a turn. Raise CorruptSampleError if they are ambiguous."""
         numbers = self._numbers.get(turn)
         if not numbers:
@@ -174,7 +183,7 @@ class Spans:
                 )
             closing = ""
         begin += len(closing)
-        return begin + len(_common(before[len(closing) :], header))
+        return begin + len(_common_prefix(before[len(closing) :], header))
 
     def _end(self, turn: int, number: int) -> int:
         begin, end = self.rendering.between(number + 1)
@@ -184,12 +193,14 @@ class Spans:
         ends = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
         if ends:
             return begin + min(ends)
-        closing = _whole(_common(self.tail(turn + 1) or "", after), after, self.special)
+        closing = _trim_partial_token(
+            _common_prefix(self.tail(turn + 1) or "", after), after, self.special
+        )
         tokens = [match.end("token") for match in self.special.finditer(closing)]
         return begin + (tokens[-1] if tokens else len(closing.rstrip()))
 
 
-def _common(one: str, other: str) -> str:
+def _common_prefix(one: str, other: str) -> str:
     """Return the common prefix of two strings."""
     length = next(
         (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),

@@ -5,7 +5,7 @@ rejected before it uses memory. `docs/reference/data_formats.md` lists the conve
 plain `convert("RGB")` of Pillow drops alpha, truncates 16-bit values and ignores EXIF rotation.
 
 The image processor runs with its Pillow backend. Faster equivalents are used if they are bitwise
-identical (`stored_pixels.py`). The torchvision backend resizes differently from Pillow.
+identical (`uint8_pixels.py`). The torchvision backend resizes differently from Pillow.
 
 Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
 """
@@ -27,12 +27,12 @@ from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout
-from torchmm.data.media.stored_pixels import (
-    RAW,
-    FixedPixels,
+from torchmm.data.media.uint8_pixels import (
+    RAW_SETTINGS,
+    FixedSizePixels,
     find_byte_values,
-    noise,
-    values_of,
+    noise_image,
+    to_model_inputs,
 )
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -44,7 +44,7 @@ MAX_HEADER_READS = 100_000
 MAX_ASPECT_RATIO = 200
 """Maximum aspect ratio, as in the Qwen2-VL processor."""
 EXIF_ORIENTATION = 0x0112
-UPRIGHT = {
+EXIF_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -80,7 +80,7 @@ class OpenedImage:
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
         self.data = data
-        self._image, self._orientation = _open(data, max_pixels)
+        self._image, self._orientation = _open_image(data, max_pixels)
 
     def size(self) -> tuple[int, int]:
         """Return the upright (width, height) in pixels."""
@@ -108,8 +108,12 @@ def _to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
         image.load()
         image = to_rgb(image)
     except Exception as error:  # decoders raise any error; counted by CorruptLimit
-        raise CorruptSampleError(f"image cannot be decoded: {_describe(error)}") from error
-    return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
+        raise CorruptSampleError(
+            f"image cannot be decoded: {_describe_pillow_error(error)}"
+        ) from error
+    return (
+        image.transpose(EXIF_TRANSPOSES[orientation]) if orientation in EXIF_TRANSPOSES else image
+    )
 
 
 def count_frames(data: bytes, max_pixels: int) -> int:
@@ -118,11 +122,13 @@ def count_frames(data: bytes, max_pixels: int) -> int:
     Raises:
         CorruptSampleError: The file is not a supported image, or its size exceeds a limit.
     """
-    image, _ = _open(data, max_pixels)
+    image, _ = _open_image(data, max_pixels)
     try:
         return getattr(image, "n_frames", 1)
     except Exception as error:  # as in decode_rgb
-        raise CorruptSampleError(f"frames cannot be counted: {_describe(error)}") from error
+        raise CorruptSampleError(
+            f"frames cannot be counted: {_describe_pillow_error(error)}"
+        ) from error
 
 
 def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]:
@@ -133,14 +139,16 @@ def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]
     """
     if count == 1:
         return [decode_rgb(data, max_pixels)]
-    image, _ = _open(data, max_pixels)
+    image, _ = _open_image(data, max_pixels)
     frames = []
     try:
         for number in np.linspace(0, image.n_frames - 1, count).round():  # type: ignore[attr-defined]
             image.seek(int(number))
             frames.append(to_rgb(image.copy()))
     except Exception as error:  # as in decode_rgb
-        raise CorruptSampleError(f"frames cannot be decoded: {_describe(error)}") from error
+        raise CorruptSampleError(
+            f"frames cannot be decoded: {_describe_pillow_error(error)}"
+        ) from error
     return frames
 
 
@@ -197,7 +205,7 @@ class _ImageFile(io.BytesIO):
         return super().read(size)
 
 
-def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
+def _open_image(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
     """Read the header, and return the undecoded image and its EXIF orientation."""
     file = _ImageFile(data)
     try:
@@ -212,7 +220,9 @@ def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
         raise
     except Exception as error:  # as above
         kind = f"{len(data)} bytes starting with {data[:12]!r}"
-        raise CorruptSampleError(f"not an image ({kind}): {_describe(error)}") from error
+        raise CorruptSampleError(
+            f"not an image ({kind}): {_describe_pillow_error(error)}"
+        ) from error
     file.in_header = False
     width, height = image.size
     if width < 1 or height < 1:
@@ -226,7 +236,7 @@ def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
     return image, orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
-def _describe(error: Exception) -> str:
+def _describe_pillow_error(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return f"none of {', '.join(FORMATS)}"
     return f"{type(error).__name__}: {str(error)[:120]}"
@@ -275,14 +285,14 @@ class ImagePreprocessor:
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
         """Number of video frames that a patch spans. Images are repeated."""
         self.byte_values: ByteValues | None = None
-        self._fixed: FixedPixels | None = None
+        self._fixed: FixedSizePixels | None = None
         self._check(probe)
         if self._layout is None:
-            self._fixed = FixedPixels(self._run_fixed, self.processor, self._fixed_shape)
+            self._fixed = FixedSizePixels(self._run_fixed, self.processor, self._fixed_shape)
             self.byte_values = self._fixed.byte_values
         else:
             height, width = self._layout.size(probe.width, probe.height, 0)
-            probes = [noise(size) for size in ((width, height), (300, 200), (40, 90))]
+            probes = [noise_image(size) for size in ((width, height), (300, 200), (40, 90))]
             self.byte_values = find_byte_values(self._run_patches, (width, height), probes)
 
     def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
@@ -310,14 +320,14 @@ class ImagePreprocessor:
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Return the inputs of an RGB image without padding: (C, H, W) or (P, D), float32."""
-        return values_of(self.stored(image, limit_px), self.byte_values)
+        return to_model_inputs(self.stored(image, limit_px), self.byte_values)
 
     def stored(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Return the inputs in storage format, which is uint8 if `byte_values` is not None."""
         raw = self.byte_values is not None
         if self._layout is not None:
             limits = self._layout.limits(limit_px) if limit_px else {}
-            pixels = self._run_patches(image, **limits, **(RAW if raw else {}))
+            pixels = self._run_patches(image, **limits, **(RAW_SETTINGS if raw else {}))
         elif self._fixed is not None and raw:
             pixels = self._fixed(image)
         else:

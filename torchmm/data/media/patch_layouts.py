@@ -30,7 +30,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
 
 from torchmm.common.batch import ImageSpec
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.media.stored_pixels import shape_only
+from torchmm.data.media.uint8_pixels import shape_array
 
 
 class PatchLayout(ABC):
@@ -195,7 +195,7 @@ class SizedLayout(PatchLayout):
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
         longest = self.limits(limit_px)["size"]["longest_edge"]
         height, width = get_resize_output_image_size(
-            shape_only(width_px, height_px), longest, self.token_px, ChannelDimension.FIRST
+            shape_array(width_px, height_px), longest, self.token_px, ChannelDimension.FIRST
         )
         if not height or not width:  # the processor would fail
             raise CorruptSampleError(

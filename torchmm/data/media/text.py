@@ -23,26 +23,26 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import IGNORE_TARGET, Marks, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import (
+from torchmm.data.record_formats.sample import (
     AudioSegment,
     FileSegment,
-    GeneratedSegment,
     ImageSegment,
     Sample,
     Segment,
+    TargetImageSegment,
     TextSegment,
     VideoSegment,
 )
 
-MAX_TEXT_CHARACTERS = 500_000
-"""Minimum of the limit on the length of text, see `longest_text`."""
+MIN_TEXT_LIMIT = 500_000
+"""Minimum of the limit on the length of text, see `max_text_characters`."""
 CHARACTERS_PER_TOKEN = 16
 """Upper bound of the mean number of characters per token."""
 
 
-def longest_text(sequence_length: int) -> int:
+def max_text_characters(sequence_length: int) -> int:
     """Return the maximum number of characters of a text for this sequence length."""
-    return max(MAX_TEXT_CHARACTERS, CHARACTERS_PER_TOKEN * sequence_length)
+    return max(MIN_TEXT_LIMIT, CHARACTERS_PER_TOKEN * sequence_length)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TextEncoder:
                 if len(out.ids) > limit:
                     del out.ids[limit:], out.loss[limit:]
                     return replace(out, truncated=True)
-            elif isinstance(piece, GeneratedSegment):
+            elif isinstance(piece, TargetImageSegment):
                 out.generated_at.append(len(out.ids))
             else:
                 block, starts = self._image_block(piece, counts)
@@ -149,7 +149,7 @@ class TextEncoder:
 
     def _encode_text(self, segment: TextSegment) -> list[int]:
         text = segment.text
-        longest = longest_text(self.sequence_length)
+        longest = max_text_characters(self.sequence_length)
         if len(text) > longest:
             raise CorruptSampleError(
                 f"text of {len(text)} characters is above the limit of {longest} for "
@@ -169,20 +169,20 @@ class TextEncoder:
 
     def _pieces(
         self, segments: Sequence[Segment]
-    ) -> list[TextSegment | GeneratedSegment | _ImageBlock]:
+    ) -> list[TextSegment | TargetImageSegment | _ImageBlock]:
         """Return segments in which plain text around images is joined with adjacent text.
 
         Processors of Hugging Face tokenize both together. For example, the line feed at the end of
         a role header and the two line feeds before an image of Gemma are one token.
         """
-        pieces: list[TextSegment | GeneratedSegment | _ImageBlock] = []
+        pieces: list[TextSegment | TargetImageSegment | _ImageBlock] = []
         after_image = False
         for segment in segments:
             if isinstance(segment, TextSegment):
                 joins = after_image and not segment.loss
-                pieces.append(_joined(pieces.pop(), segment) if joins else segment)
+                pieces.append(_join_text(pieces.pop(), segment) if joins else segment)
                 after_image = False
-            elif isinstance(segment, GeneratedSegment):
+            elif isinstance(segment, TargetImageSegment):
                 pieces.append(segment)
                 after_image = False
             else:
@@ -190,7 +190,7 @@ class TextEncoder:
                 if before.text:
                     last = pieces[-1] if pieces else None
                     if isinstance(last, TextSegment) and not last.loss:
-                        before = _joined(pieces.pop(), before)
+                        before = _join_text(pieces.pop(), before)
                     pieces.append(before)
                 pieces.append(block)
                 after_image = bool(after.text)
@@ -252,7 +252,7 @@ class _ImageBlock(NamedTuple):
     """Markers before, between and after the tiles. Two entries for a single image."""
 
 
-def _joined(first: Any, second: TextSegment) -> TextSegment:
+def _join_text(first: Any, second: TextSegment) -> TextSegment:
     """Join two adjacent texts that are not in the loss."""
     scaffold = first.scaffold or second.scaffold
     return TextSegment(first.text + second.text, loss=False, scaffold=scaffold)
@@ -271,7 +271,7 @@ def _copy_backend(tokenizer: PreTrainedTokenizerBase, encode_special_tokens: boo
     return backend
 
 
-def places_in_rows(tokens: int, columns: int) -> np.ndarray:
+def placeholder_offsets(tokens: int, columns: int) -> np.ndarray:
     """Return the offsets of placeholders if rows end with a token: (tokens,), int64."""
     return np.arange(tokens) + np.arange(tokens) // columns
 

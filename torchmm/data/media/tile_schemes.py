@@ -1,7 +1,7 @@
 """Tiling schemes: split an image into tiles, with markers between them.
 
 Sizes are from the header of the file. Schemes call methods of the Hugging Face image processor with
-an array that has a shape and no memory (`shape_only`), so that its size computation is not
+an array that has a shape and no memory (`shape_array`), so that its size computation is not
 duplicated. The processor runs once per image for the pixels.
 """
 
@@ -17,14 +17,14 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from torchmm.common.batch import Marks, TextSpec
 from torchmm.common.tiles import Kept
-from torchmm.data.media.stored_pixels import RAW, as_bytes, shape_only
+from torchmm.data.media.uint8_pixels import RAW_SETTINGS, shape_array, to_uint8
 
-CROPS = "pan_and_scan_max_num_crops"
-FIRST = "Here is the original image "
-THEN = " and here are some crops to help you see better "
+MAX_CROPS_KEY = "pan_and_scan_max_num_crops"
+FIRST_IMAGE_TEXT = "Here is the original image "
+CROPS_TEXT = " and here are some crops to help you see better "
 
 
-class Cut(NamedTuple):
+class TileGrid(NamedTuple):
     """Tiling of one image."""
 
     marks: tuple[Marks, ...]
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
     """Additional settings of the image processor that enforce a limit on tiles."""
     kept: tuple[Kept, ...] | None = None
     """Used tokens of each tile. None for all tokens."""
-    places: tuple[np.ndarray, ...] | None = None
+    token_offsets: tuple[np.ndarray, ...] | None = None
     """Offsets of the tokens of each tile, relative to its first placeholder."""
     placeholders: tuple[int, ...] | None = None
     """Number of placeholders of each tile. None for the number of tokens."""
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
         return len(self.marks) - 1
 
 
-class Scheme(ABC):
+class TilingScheme(ABC):
     """Tiling of one type of Hugging Face image processor.
 
     Args:
@@ -66,7 +66,7 @@ class Scheme(ABC):
     """See `TileSpec.most_tiles`."""
 
     @abstractmethod
-    def cut(self, width_px: int, height_px: int, most: int) -> Cut:
+    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
         """Return the tiling of an upright image.
 
         It is the tiling of the processor, for a lower resolution if the limit requires it.
@@ -77,23 +77,23 @@ class Scheme(ABC):
             most: Maximum number of tiles.
         """
 
-    def pixels(self, image: Image.Image, cut: Cut, raw: bool = False) -> np.ndarray:
+    def pixels(self, image: Image.Image, cut: TileGrid, raw: bool = False) -> np.ndarray:
         """Return the tiles of an RGB image: (tiles, C, H, W), float32, or uint8 if `raw` is set."""
-        settings = cut.settings | (RAW if raw else {})
+        settings = cut.settings | (RAW_SETTINGS if raw else {})
         outputs = self.processor(images=[image], return_tensors="np", **settings)
         values = np.asarray(outputs["pixel_values"])
-        values = as_bytes(values) if raw else np.asarray(values, np.float32)
+        values = to_uint8(values) if raw else np.asarray(values, np.float32)
         return values.reshape(-1, *values.shape[-3:])
 
 
-class InternTiles(Scheme):
+class InternVLTiling(TilingScheme):
     """Tiling of InternVL: a grid with the closest aspect ratio, followed by a thumbnail.
 
     There are markers before the first and after the last tile only. It is the
     `GotOcr2ImageProcessor` with `crop_to_patches` and `min_patches` to `max_patches` tiles.
     """
 
-    def cut(self, width_px: int, height_px: int, most: int) -> Cut:
+    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
         settings = {}
         if most <= self.processor.max_patches:
             # One tile is the thumbnail, unless the image has a single tile.
@@ -103,10 +103,12 @@ class InternTiles(Scheme):
                 "min_patches": min(limit, self.processor.min_patches),
             }
         tiles = self.processor.get_number_of_image_patches(height_px, width_px, settings)
-        return Cut((self.text.image_prefix, *[()] * (tiles - 1), self.text.image_suffix), settings)
+        return TileGrid(
+            (self.text.image_prefix, *[()] * (tiles - 1), self.text.image_suffix), settings
+        )
 
 
-class SplitTiles(Scheme):
+class Idefics3Tiling(TilingScheme):
     """Tiling of Idefics3 and SmolVLM: a grid of tiles with a token each, then a thumbnail.
 
     Each image is resized to `size.longest_edge`, and both sides are rounded to multiples of
@@ -124,7 +126,7 @@ class SplitTiles(Scheme):
         sizes_only = type(f"{kind.__name__}Sizes", (kind,), {"resize": _resize_shape})
         self._sizes = sizes_only(**processor.to_dict())
 
-    def cut(self, width_px: int, height_px: int, most: int) -> Cut:
+    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
         # Start with the resolution of the processor, then reduce tiles along the longer side.
         lower = range(-(-self._longest // self._side) - 1, 0, -1)
         for longest in (self._longest, *(self._side * tiles for tiles in lower)):
@@ -132,13 +134,13 @@ class SplitTiles(Scheme):
             if rows * columns + 1 <= most:
                 break
         settings = {} if longest == self._longest else {"size": {"longest_edge": longest}}
-        return Cut(self._marks(rows, columns), settings)
+        return TileGrid(self._marks(rows, columns), settings)
 
     def _grid(self, width_px: int, height_px: int, longest: int) -> tuple[int, int]:
         """Return rows and columns, which are 0 if the thumbnail is the only tile."""
-        image = shape_only(width_px, height_px)
+        image = shape_array(width_px, height_px)
         if self.processor.do_resize:
-            image = shape_only(*reversed(get_resize_output_image_size(image, longest)))
+            image = shape_array(*reversed(get_resize_output_image_size(image, longest)))
         image = self._sizes.resize_for_vision_encoder(image, self._side)
         _, rows, columns = self._sizes.split_images(image, self.processor.max_image_size)
         return rows, columns
@@ -159,38 +161,42 @@ class SplitTiles(Scheme):
 
 def _resize_shape(processor: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
     """Replace the `resize` method of a processor that only computes sizes."""
-    return shape_only(size.width, size.height)
+    return shape_array(size.width, size.height)
 
 
-class PanAndScan(Scheme):
+class PanAndScanTiling(TilingScheme):
     """Pan and scan of Gemma 3: the full image, then crops if it is far from square.
 
     It is the `Gemma3ImageProcessor` with `do_pan_and_scan`.
     """
 
-    def cut(self, width_px: int, height_px: int, most: int) -> Cut:
+    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
         settings: dict[str, Any] = {}
         if most <= self.processor.pan_and_scan_max_num_crops:
             # A single crop would repeat the image.
             off = most < 3
-            settings = {"do_pan_and_scan": False} if off else {CROPS: most - 1}
+            settings = {"do_pan_and_scan": False} if off else {MAX_CROPS_KEY: most - 1}
         crops = 0
         if settings.get("do_pan_and_scan", True):
-            names = ("pan_and_scan_min_crop_size", CROPS, "pan_and_scan_min_ratio_to_activate")
+            names = (
+                "pan_and_scan_min_crop_size",
+                MAX_CROPS_KEY,
+                "pan_and_scan_min_ratio_to_activate",
+            )
             limits = {name: settings.get(name, getattr(self.processor, name)) for name in names}
-            image = shape_only(width_px, height_px)
+            image = shape_array(width_px, height_px)
             crops = len(self.processor.pan_and_scan(image=image, **limits))
         if not crops:
-            return Cut((prefix, suffix), settings)
-        first = joined((FIRST,), prefix)
-        second = joined(suffix, (THEN,), prefix)
-        further = joined(suffix, (" ",), prefix)
-        return Cut((first, second, *[further] * (crops - 1), suffix), settings)
+            return TileGrid((prefix, suffix), settings)
+        first = join_markers((FIRST_IMAGE_TEXT,), prefix)
+        second = join_markers(suffix, (CROPS_TEXT,), prefix)
+        further = join_markers(suffix, (" ",), prefix)
+        return TileGrid((first, second, *[further] * (crops - 1), suffix), settings)
 
 
-def joined(*parts: Marks) -> Marks:
+def join_markers(*parts: Marks) -> Marks:
     """Concatenate markers, and join adjacent text, which is tokenized together."""
     marks: list[int | str] = []
     for mark in (mark for part in parts for mark in part):

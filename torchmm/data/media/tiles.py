@@ -13,18 +13,24 @@ from PIL import Image
 from torchmm.common.batch import ImageMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import Kept, TileSpec
-from torchmm.data.media.any_resolution import AnyResolution
+from torchmm.data.media.anyres import AnyResTiling
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
-from torchmm.data.media.stored_pixels import noise
-from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles
+from torchmm.data.media.tile_schemes import (
+    Idefics3Tiling,
+    InternVLTiling,
+    PanAndScanTiling,
+    TileGrid,
+    TilingScheme,
+)
+from torchmm.data.media.uint8_pixels import noise_image
 
-SCHEMES: dict[str, type[Scheme]] = {
-    "GotOcr2ImageProcessor": InternTiles,
-    "Idefics3ImageProcessor": SplitTiles,
-    "SmolVLMImageProcessor": SplitTiles,
-    "Gemma3ImageProcessor": PanAndScan,
-    "LlavaNextImageProcessor": AnyResolution,
-    "LlavaOnevisionImageProcessor": AnyResolution,
+TILING_SCHEMES: dict[str, type[TilingScheme]] = {
+    "GotOcr2ImageProcessor": InternVLTiling,
+    "Idefics3ImageProcessor": Idefics3Tiling,
+    "SmolVLMImageProcessor": Idefics3Tiling,
+    "Gemma3ImageProcessor": PanAndScanTiling,
+    "LlavaNextImageProcessor": AnyResTiling,
+    "LlavaOnevisionImageProcessor": AnyResTiling,
 }
 """Tiling schemes by image processor."""
 
@@ -54,7 +60,7 @@ class TiledMedia:
         encoder = images.spec.encoder
         processor = make_processor(encoder, spec.processor_class, spec.processor)
         rows = images.grid(0, 0).rows // images.spec.merge
-        self.scheme = SCHEMES[spec.processor_class](processor, text, vocabulary, rows)
+        self.scheme = TILING_SCHEMES[spec.processor_class](processor, text, vocabulary, rows)
         self.scheme.most_tiles = spec.most_tiles
         self.images = images
         self.max_pixels = max_pixels
@@ -72,30 +78,30 @@ class TiledMedia:
         for size in ((600, 200), (90, 400), (70, 70)):
             if images.byte_values is None:
                 break
-            picture = noise(size)
+            picture = noise_image(size)
             cut = self.scheme.cut(*size, most=UNLIMITED)
             stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
             values = self.scheme.pixels(picture, cut)
             if not np.array_equal(images.byte_values.look_up(stored).numpy(), values):
                 images.byte_values = None
 
-    def open(self, data: bytes) -> TiledPicture:
+    def open(self, data: bytes) -> TiledImage:
         """Read the header, and compute the tiling. May raise CorruptSampleError."""
         width, height = read_size(data, self.max_pixels)
-        return TiledPicture(self, data, width, height, self.scheme.cut(width, height, UNLIMITED))
+        return TiledImage(self, data, width, height, self.scheme.cut(width, height, UNLIMITED))
 
 
 @dataclass(frozen=True)
-class TiledPicture:
+class TiledImage:
     """Image file with its tiling."""
 
     media: TiledMedia
     data: bytes
     width_px: int
     height_px: int
-    cut: Cut
+    cut: TileGrid
 
-    def within(self, most: int) -> TiledPicture:
+    def within(self, most: int) -> TiledImage:
         """Return the image with at most `most` tiles."""
         return replace(self, cut=self.media.scheme.cut(self.width_px, self.height_px, most))
 
@@ -132,7 +138,7 @@ class TiledPicture:
 class Tile:
     """Tile of an image."""
 
-    of: TiledPicture
+    of: TiledImage
     number: int
 
     def pixels(self) -> np.ndarray:
@@ -151,14 +157,14 @@ class Tile:
         return self.of.placeholders[self.number]
 
     @property
-    def places(self) -> np.ndarray:
+    def token_offsets(self) -> np.ndarray:
         """Offsets of the tokens, relative to the first placeholder of the tile."""
-        if self.of.cut.places is None:
+        if self.of.cut.token_offsets is None:
             return np.arange(self.of.metas[self.number].tokens)
-        return self.of.cut.places[self.number]
+        return self.of.cut.token_offsets[self.number]
 
 
-def cut_within(pictures: Sequence[TiledPicture], budget: int | None) -> list[TiledPicture]:
+def limit_total_tiles(pictures: Sequence[TiledImage], budget: int | None) -> list[TiledImage]:
     """Return the images of a sample with at most `budget` tiles in total.
 
     All images have the same limit, the largest one within the budget. Each image has at least one

@@ -9,7 +9,7 @@ PyAV reads files with its bundled FFmpeg, without threads, because workers are p
 requires a system FFmpeg that matches torch, and OpenCV has neither timestamps nor rotation. Formats
 that refer to other files, such as playlists, are rejected.
 
-`ClipMedia` prepares three formats, depending on the encoder:
+`VideoMedia` prepares three formats, depending on the encoder:
 
     patches span frames (Qwen2-VL)     one input for the video, with time in the position ids
     Qwen3-VL, GLM-4V                   one input per group of frames, with its time as text
@@ -48,13 +48,13 @@ from torchmm.recipe.data_section import VideoConfig
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"
 """FFmpeg demuxers for untrusted data."""
-LONGEST_S = 1e6
+MAX_DURATION_S = 1e6
 """Maximum plausible duration of a video in seconds."""
-SEEK_FRAMES = 48
+MIN_SEEK_FRAMES = 48
 """Minimum number of skipped frames for which decoding seeks to a key frame."""
 
 
-class Clip:
+class VideoFile:
     """Video file whose sizes are read immediately and whose frames are decoded on demand.
 
     Args:
@@ -80,14 +80,14 @@ class Clip:
         self._max_pixels = max_pixels
         with self._opened() as (container, stream):
             packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
-            if not packets or any(_time(packet) is None for packet in packets):
+            if not packets or any(_timestamp(packet) is None for packet in packets):
                 raise CorruptSampleError(
                     f"video of {len(packets)} frames, or of frames without timestamps"
                 )
-            packets.sort(key=_time)
+            packets.sort(key=_timestamp)
             self._unit_s: Fraction = stream.time_base
-            self._times: list[int] = [_time(packet) for packet in packets]
-            self._keys = [_time(packet) for packet in packets if packet.is_keyframe]
+            self._times: list[int] = [_timestamp(packet) for packet in packets]
+            self._keys = [_timestamp(packet) for packet in packets if packet.is_keyframe]
             last = packets[-1].duration or 0
         self.frames = len(packets)
         shown = self._times[-1] - self._times[0]
@@ -95,7 +95,7 @@ class Clip:
         # fraction is exact, so that six frames at 3 fps last exactly 2 s.
         last = last or Fraction(shown, max(1, self.frames - 1)) or 1
         self.duration_s = float((shown + last) * self._unit_s)
-        if not 0 < self.duration_s < LONGEST_S:
+        if not 0 < self.duration_s < MAX_DURATION_S:
             raise CorruptSampleError(f"video of {self.duration_s} seconds")
         self._wanted: set[int] = set()
         first = self.decode([0])[0]
@@ -105,10 +105,10 @@ class Clip:
         """Return the time of a frame in seconds after the first frame."""
         return float((self._times[frame] - self._times[0]) * self._unit_s)
 
-    def select(self, frames: Sequence[int]) -> ClipFrames:
+    def select(self, frames: Sequence[int]) -> VideoFrames:
         """Return a selection of frames. All selected frames are decoded together."""
         self._wanted.update(frames)
-        return ClipFrames(self, tuple(frames))
+        return VideoFrames(self, tuple(frames))
 
     @cached_property
     def decoded(self) -> dict[int, Image.Image]:
@@ -149,7 +149,7 @@ class Clip:
                         raise CorruptSampleError(
                             f"video ends before one of its {self.frames} expected frames"
                         )
-                    now = _time(frame)
+                    now = _timestamp(frame)
                     if now is None:
                         raise CorruptSampleError("video has frames without timestamps")
                 decoded.append((now, self._rgb(frame)))
@@ -161,7 +161,7 @@ class Clip:
         if at < 0:
             return -1
         passed = bisect_left(self._times, self._keys[at]) - bisect_left(self._times, now)
-        return self._keys[at] if passed > SEEK_FRAMES else -1
+        return self._keys[at] if passed > MIN_SEEK_FRAMES else -1
 
     def _rgb(self, frame: Any) -> Image.Image:
         width, height = frame.width, frame.height
@@ -199,10 +199,10 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class ClipFrames:
+class VideoFrames:
     """Selected frames of a video."""
 
-    clip: Clip
+    clip: VideoFile
     numbers: tuple[int, ...]
 
     def images(self) -> list[Image.Image]:
@@ -210,7 +210,7 @@ class ClipFrames:
         return [self.clip.decoded[number] for number in self.numbers]
 
 
-def sampled_frames(
+def sample_frame_indices(
     frames: int, duration_s: float, config: VideoConfig, group: int = 1, most: int | None = None
 ) -> list[int]:
     """Return evenly spaced frame numbers of a video, in complete groups if possible.
@@ -231,24 +231,24 @@ def sampled_frames(
     return [number * frames // count for number in range(count)]
 
 
-def _time(packet_or_frame: Any) -> Any:
+def _timestamp(packet_or_frame: Any) -> Any:
     shown = packet_or_frame.pts
     return packet_or_frame.dts if shown is None else shown
 
 
-class ClipPart(NamedTuple):
+class VideoPart(NamedTuple):
     """Frames of a video that are one input of the encoder."""
 
     before: str
     """Text before the frames, for example their time."""
     marks: tuple[Marks, ...]
     """Markers before and after the frames. Empty if the part is the complete video."""
-    file: ClipFrames
+    file: VideoFrames
     meta: ImageMeta
 
 
-class ClipMedia:
-    """Preprocessor of videos for one encoder, like `torchmm.data.media.medium.ImageMedia`.
+class VideoMedia:
+    """Preprocessor of videos for one encoder, like `torchmm.data.media.preprocessors.ImageMedia`.
 
     Args:
         images: Image preprocessor of the encoder.
@@ -270,13 +270,13 @@ class ClipMedia:
         """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         return self._images.byte_values
 
-    def parts(self, clip: Clip) -> list[ClipPart]:
+    def parts(self, clip: VideoFile) -> list[VideoPart]:
         """Return the encoder inputs of a video, in order."""
         config = self._config
         size = (clip.width_px, clip.height_px)
         fixed = self.spec.inputs == "fixed"
         most = self._max_frames(clip)
-        numbers = sampled_frames(clip.frames, clip.duration_s, config, self._group, most)
+        numbers = sample_frame_indices(clip.frames, clip.duration_s, config, self._group, most)
         groups = -(-len(numbers) // self._group)
         limit_px = 0 if fixed else max(1, config.max_pixels // (groups * self._group))
         meta = self._images.meta(*size, limit_px)
@@ -286,21 +286,21 @@ class ClipMedia:
                 patches=groups * meta.patches,
                 tokens=groups * meta.tokens,
                 frames=groups,
-                duration_ms=_ms(clip.duration_s),
+                duration_ms=_to_ms(clip.duration_s),
             )
-            return [ClipPart("", (), clip.select(numbers), meta)]
-        meta = replace(meta, duration_ms=_ms(clip.duration_s / groups))
+            return [VideoPart("", (), clip.select(numbers), meta)]
+        meta = replace(meta, duration_ms=_to_ms(clip.duration_s / groups))
         return [
             self._part(clip, shown, meta, shown[0] == numbers[0], shown[-1] == numbers[-1])
-            for shown in _groups(numbers, self._group)
+            for shown in _split_groups(numbers, self._group)
         ]
 
-    def count_dropped_frames(self, clip: Clip) -> int:
+    def count_dropped_frames(self, clip: VideoFile) -> int:
         """Return the number of frames at `fps` that are not read because of other limits."""
         at_rate = int(min(clip.duration_s * self._config.fps, clip.frames))
         return max(0, at_rate - self._max_frames(clip))
 
-    def _max_frames(self, clip: Clip) -> int:
+    def _max_frames(self, clip: VideoFile) -> int:
         config = self._config
         if self.spec.inputs != "fixed":
             return config.max_frames
@@ -310,8 +310,8 @@ class ClipMedia:
         return min(config.max_frames, max(1, config.max_pixels // frame_px))
 
     def _part(
-        self, clip: Clip, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
-    ) -> ClipPart:
+        self, clip: VideoFile, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
+    ) -> VideoPart:
         """Return the input of a frame or a group of frames, with its time."""
         text = self._text
         first_s = clip.at_s(shown[0])
@@ -329,7 +329,7 @@ class ClipMedia:
             prefix = text.clip.prefix + prefix
         if last:
             suffix += text.clip.suffix
-        return ClipPart(before, (prefix, suffix), clip.select(shown), meta)
+        return VideoPart(before, (prefix, suffix), clip.select(shown), meta)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the patch grid as (frames, rows, columns)."""
@@ -341,7 +341,7 @@ class ClipMedia:
         frames, rows, columns = self.grid_thw(meta)
         return frames, rows // self.spec.merge, columns // self.spec.merge
 
-    def pixels(self, file: ClipFrames, meta: ImageMeta) -> np.ndarray:
+    def pixels(self, file: VideoFrames, meta: ImageMeta) -> np.ndarray:
         """Return the inputs of frames in storage format.
 
         Returns:
@@ -368,10 +368,10 @@ class ClipMedia:
         return np.concatenate([frame] * meta.frames) if self.grouped else frame
 
 
-def _groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+def _split_groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     return [numbers[at : at + size] for at in range(0, len(numbers), size)]
 
 
-def _ms(duration_s: float) -> int:
+def _to_ms(duration_s: float) -> int:
     """Return a duration in ms, at least 1, because 0 is the duration of images."""
     return max(1, round(1000 * duration_s))

@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.remote import AnyFile
-from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sources.text_files import JsonLines, Table, TextSource
+from torchmm.data.files.remote_files import AnyFile
+from torchmm.data.record_formats.sample import Record, Root
+from torchmm.data.sources.text_files import CsvFile, JsonLines, TextSource
 
-COLUMNS = {"imagefolder": "image", "videofolder": "video"}
+FILE_COLUMNS = {"imagefolder": "image", "videofolder": "video"}
 """Column name for `file_name`, by format."""
-_READERS = {"metadata.jsonl": JsonLines, "metadata.csv": Table}
+_READERS = {"metadata.jsonl": JsonLines, "metadata.csv": CsvFile}
 
 
-def described(files: Sequence[AnyFile]) -> list[AnyFile]:
+def metadata_files(files: Sequence[AnyFile]) -> list[AnyFile]:
     """Return the metadata files in a format that torchmm reads."""
     return [file for file in files if file.name in _READERS]
 
@@ -41,9 +41,9 @@ class FolderSource:
     """
 
     def __init__(self, kind: str, files: Sequence[AnyFile], root: Root, fingerprint: str) -> None:
-        opened = [_READERS[file.name](file, file) for file in described(files)]
+        opened = [_READERS[file.name](file, file) for file in metadata_files(files)]
         self._rows = TextSource(opened, fingerprint)
-        self._column = COLUMNS[kind]
+        self._column = FILE_COLUMNS[kind]
         self._root = root
         self.fingerprint = fingerprint
 
@@ -63,14 +63,14 @@ class FolderSource:
                 continue
             column = column.removesuffix("_") or self._column + rest
             values = value if isinstance(value, list) else [value]
-            paths = [_joined(directory, each) for each in values]
+            paths = [_join_path(directory, each) for each in values]
             columns[column] = paths if rest else paths[0]
         if columns == record.columns:
             raise CorruptSampleError(f"{record.where}: has no file_name")
         return replace(record, columns=columns, root=self._root)
 
 
-def _joined(directory: str, name: Any) -> Any:
+def _join_path(directory: str, name: Any) -> Any:
     """Return a file name relative to the root. An empty name means "no file"."""
     named = isinstance(name, str) and name.strip()
     return os.path.join(directory, name) if named else name  # noqa: PTH118 - text

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.extensions import NOT_INSTALLED, find_entries
-from torchmm.data.files.addresses import is_pattern, split_address
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, FileSystem, RemotePath
-from torchmm.data.sources.configured import MapSource, Split
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, FileSystem, RemotePath
+from torchmm.data.files.urls import is_glob, parse_url
+from torchmm.data.sources.source_options import MapSource, Split
 from torchmm.recipe.data_section import SourceConfig, is_address
 
 ENERGON_META = ".nv-meta"
@@ -42,7 +42,7 @@ class SourceFormat(Protocol):
         ...
 
     def open(
-        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: OffsetCache
     ) -> MapSource:
         """Open a source for random access.
 
@@ -86,7 +86,7 @@ def _check_installed(config: SourceConfig, storage: FileSystem | None) -> None:
     name = config.format
     if name == "auto" and "lance" in missing and config.path.rstrip("/").endswith(".lance"):
         name = "lance"
-    elif name == "auto" and "energon" in missing and not is_pattern(config.path):
+    elif name == "auto" and "energon" in missing and not is_glob(config.path):
         name = "energon" if is_energon(source_directory(config, storage)) else "auto"
     if name in missing:
         text = NOT_INSTALLED.format("formats")
@@ -105,15 +105,15 @@ def source_directory(config: SourceConfig, storage: FileSystem | None) -> Path |
     """Return the path of a source."""
     if is_address(config.path):
         assert storage is not None, "see open_file_system"
-        return RemotePath(pinned(config), storage)
+        return RemotePath(url_with_revision(config), storage)
     return Path(config.path).expanduser()
 
 
-def pinned(config: SourceConfig) -> str:
+def url_with_revision(config: SourceConfig) -> str:
     """Return the URL of a source, with `revision` inserted into hf:// URLs."""
     if config.revision is None or not config.path.startswith("hf://"):
         return config.path
-    address = split_address(config.path)
+    address = parse_url(config.path)
     parts = address.path.split("/")
     at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
     if at >= len(parts) or "@" in parts[at]:
@@ -140,7 +140,7 @@ def check_hub_keys(config: SourceConfig) -> None:
         )
 
 
-def check_only_split(config: SourceConfig, source: str) -> None:
+def check_train_split(config: SourceConfig, source: str) -> None:
     """Raise DataError for a split other than "train", the only split of files without one."""
     name = Split.of(config).name
     if name != "train":

@@ -24,30 +24,30 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import StepDecoder
-from torchmm.data.files.remote import open_file_system
-from torchmm.data.generated import make_drawing_preprocessor
-from torchmm.data.identity import identity, settings_of, stream_content
-from torchmm.data.layouts.recognise import is_chat
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
-from torchmm.data.sources.index.building import Building
+from torchmm.data.files.remote_files import open_file_system
+from torchmm.data.identity import identity, run_settings, stream_digest
+from torchmm.data.record_formats.detect import is_chat
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.index.index_builder import IndexBuilder
 from torchmm.data.sources.index.length_index import (
     LengthIndex,
     cache_key,
-    check_usable,
+    check_usable_samples,
     describe_lengths,
 )
-from torchmm.data.sources.local_and_hub import (
+from torchmm.data.sources.map_sources import (
     MapSource,
     open_map_source,
     resolve_files,
 )
 from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.source_options import MAX_CHECKED_RECORDS, warn_about_training_rows
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
-from torchmm.data.steps.elsewhere import SharedSteps
-from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed
+from torchmm.data.steps.feeds import Feed, FeedOptions, IndexFeed
+from torchmm.data.steps.plan_steps import StepIterator, StepPosition
+from torchmm.data.steps.remote_steps import StepPlanServer
 from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
-from torchmm.data.steps.step_packs import Position, Steps
+from torchmm.data.target_images import make_target_preprocessor
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -101,7 +101,9 @@ class Samples:
             return 0
         return sum(len(source.index) for source in self.sources if source.index is not None)
 
-    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: StepPosition
+    ) -> StepIterator:
         """Return the steps from a position.
 
         Raises:
@@ -109,31 +111,36 @@ class Samples:
         """
         return self.order.sequence(data, training, position)
 
-    def shared(
-        self, data: DataConfig, training: TrainingConfig, *, kept: int = 64, sequences: int = 4
-    ) -> SharedSteps:
+    def make_plan_server(
+        self,
+        data: DataConfig,
+        training: TrainingConfig,
+        *,
+        max_steps: int = 64,
+        max_iterators: int = 4,
+    ) -> StepPlanServer:
         """Return a planner for several ranks, which assign the sequences to microbatches.
 
         Args:
             data: Packing settings and limits.
             training: Batch sizes and sequence length.
-            kept: See `SharedSteps`.
-            sequences: See `SharedSteps`.
+            max_steps: See `StepPlanServer`.
+            max_iterators: See `StepPlanServer`.
         """
         alone = training.model_copy(update={"microbatch_size": 1})
 
-        def begin(state: dict[str, Any] | None, resume_changed: bool) -> Steps:
-            position = Position(state=state, resume_changed=resume_changed)
+        def begin(state: dict[str, Any] | None, resume_changed: bool) -> StepIterator:
+            position = StepPosition(state=state, resume_changed=resume_changed)
             return self.sequence(data, alone, position)
 
-        return SharedSteps(begin, kept, sequences)
+        return StepPlanServer(begin, max_steps, max_iterators)
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]:
+    def sample_images(self, feed: int, index: int) -> list[Image.Image]:
         """Return images and frames of a sample, to be displayed. Empty for streams."""
         return self.decoder.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """Return all reference texts of a sample, see `references_of`."""
+        """Return all reference texts of a sample, see `read_references`."""
         return self.decoder.references(feed, index)
 
     def feeds(self) -> dict[str, int]:
@@ -203,12 +210,12 @@ def open_samples(
     reader = make_reader(
         data, training, text_spec, image_specs, tokenizer, generator_spec, validation
     )
-    settings = settings_of(data, training.sequence_length, reader, tokenizer)
+    settings = run_settings(data, training.sequence_length, reader, tokenizer)
     section = "data.validation" if validation else "data.sources"
-    buildings = open_buildings(data, training, reader, tokenizer, validation)
+    buildings = open_index_builders(data, training, reader, tokenizer, validation)
     if not buildings:
         raise ConfigError(f"{section}: no source; add a [[{section}]] table")
-    seed = seed_of(training, validation)
+    seed = order_seed(training, validation)
     opened = []
     for number, (name, config, building) in enumerate(buildings):
         options = FeedOptions(
@@ -229,13 +236,13 @@ def open_samples(
             stream = open_stream(name, config, data.index_cache_dir, storage)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make_feed = partial(StreamFeed, options, stream, reader, data.shuffle_window)
-            content = stream_content(config, resolve_files(config, storage)[1], settings)
+            content = stream_digest(config, resolve_files(config, storage)[1], settings)
             opened.append(OpenSource(name, config, None, make_feed, "", content))
             continue
         if validation:
-            warn_of_trained_rows(config, building.source, data.sources)
+            warn_about_training_rows(config, building.source, data.sources)
         index = building.load()
-        check_usable(name, config, index)
+        check_usable_samples(name, config, index)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
         key = building.directory.name
         source = OpenSource(name, config, building.source, make_feed, key, index.content, index)
@@ -246,13 +253,13 @@ def open_samples(
     return Samples(opened, decoder, seed, run_identity, () if validation else data.mixture_schedule)
 
 
-def open_buildings(
+def open_index_builders(
     data: DataConfig,
     training: TrainingConfig,
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
-) -> list[tuple[str, SourceConfig, Building | None]]:
+) -> list[tuple[str, SourceConfig, IndexBuilder | None]]:
     """Open each source, and return its name, settings and index without building the index.
 
     The index is None for streams. Arguments are those of `open_samples`.
@@ -261,7 +268,7 @@ def open_buildings(
         DataError: A source cannot be read.
     """
     configs = data.validation if validation else data.sources
-    buildings: list[tuple[str, SourceConfig, Building | None]] = []
+    buildings: list[tuple[str, SourceConfig, IndexBuilder | None]] = []
     for name, config in zip(unique_names(configs), configs, strict=True):
         building = None
         if not config.streaming:
@@ -269,12 +276,12 @@ def open_buildings(
             records = open_map_source(config, data.index_cache_dir, storage)
             key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
             directory = Path(data.index_cache_dir) / key
-            building = Building(name, records, reader, directory, data.workers)
+            building = IndexBuilder(name, records, reader, directory, data.workers)
         buildings.append((name, config, building))
     return buildings
 
 
-def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
+def contains_chats(config: SourceConfig, data: DataConfig) -> bool | None:
     """Return True if the first readable record of a source is a chat.
 
     Returns None if this process cannot read the source.
@@ -287,7 +294,7 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
         else:
             source = open_map_source(config, data.index_cache_dir, storage)
             records = map(source.read, range(len(source)))
-        for _ in range(LOOKED_AT):
+        for _ in range(MAX_CHECKED_RECORDS):
             with suppress(CorruptSampleError):
                 record = next(records, None)
                 if record is None:
@@ -299,7 +306,7 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
     return None
 
 
-def seed_of(training: TrainingConfig, validation: bool) -> int:
+def order_seed(training: TrainingConfig, validation: bool) -> int:
     """Return the seed of the sample order. Validation has the same seed in every run."""
     return VALIDATION_SEED if validation else training.seed
 
@@ -314,7 +321,7 @@ def make_reader(
     validation: bool = False,
 ) -> SampleReader:
     """Return the reader of records. Arguments are those of `open_samples`."""
-    seed = seed_of(training, validation)
-    drawings = make_drawing_preprocessor(generator_spec, seed, data.max_image_pixels)
+    seed = order_seed(training, validation)
+    target_preprocessor = make_target_preprocessor(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
-    return SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
+    return SampleReader(data, length, text_spec, image_specs, tokenizer, target_preprocessor)

@@ -1,13 +1,13 @@
 """Random access to the rows of Parquet files that are not converted by `datasets`.
 
-    source = RowGroups(files, root, fingerprint)
+    source = ParquetSource(files, root, fingerprint)
     source.read(index)
 
 Reading a row requires its decompressed row group. A group of a remote file is decompressed once per
 node. The cache of `FileSystem.derive` stores it as an Arrow file that all processes map. Groups of
-local files are cached in memory, up to KEPT_BYTES. Local files are read in this way if they are
-streamed, or if a row group is damaged so that `datasets` cannot convert them. Only the rows of the
-damaged group are corrupt.
+local files are cached in memory, up to MAX_CACHED_BYTES. Local files are read in this way if they
+are streamed, or if a row group is damaged so that `datasets` cannot convert them. Only the rows of
+the damaged group are corrupt.
 
 Footers are validated before use, because a small file can claim any number of rows. A group is read
 in batches, up to MAX_GROUP_BYTES.
@@ -27,40 +27,40 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError, first_of
-from torchmm.data.files.remote import AnyFile, RemoteFile
-from torchmm.data.files.sample_files import open_regular, row_of
-from torchmm.data.layouts.sample import Record, Root
+from torchmm.data.corrupt import CorruptSampleError, list_messages
+from torchmm.data.files.remote_files import AnyFile, RemoteFile
+from torchmm.data.files.sample_files import open_regular, read_row
+from torchmm.data.record_formats.sample import Record, Root
 
-MANY_ROWS = 100_000
+MIN_SUSPICIOUS_ROWS = 100_000
 MIN_ROW_BYTES = 4
-"""Files with more than MANY_ROWS rows and fewer uncompressed bytes per row are rejected."""
+"""Files with at least MIN_SUSPICIOUS_ROWS rows and fewer uncompressed bytes per row are invalid."""
 MAX_RATIO = 1000
 """Largest ratio of uncompressed to compressed bytes of files that claim over MAX_GROUP_BYTES."""
 MAX_GROUP_BYTES = 4 << 30
 """Maximum size of a row group in memory."""
-KEPT_BYTES = 256 << 20
+MAX_CACHED_BYTES = 256 << 20
 """Maximum total size of row groups in memory. The last group is always cached."""
-MAX_GROUPS = 1024
+MAX_CACHED_GROUPS = 1024
 """Maximum number of cached row groups. Mapped groups use address space instead of memory."""
 BATCH_ROWS = 256
 """Number of rows that are read at a time."""
-READERS = 16
+FOOTER_THREADS = 16
 """Number of footers that are read concurrently."""
 
 
-def rows_of_groups(files: Sequence[AnyFile]) -> list[list[int]]:
+def count_group_rows(files: Sequence[AnyFile]) -> list[list[int]]:
     """Return the number of rows of every row group, by file.
 
     Raises:
         DataError: Files have no readable footer, or claim implausible sizes. The message lists all.
     """
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = list(pool.map(_read_footer, files))
     rejected = [problem for _, problem in footers if problem]
     if rejected:
         raise DataError(
-            f"parquet files:{first_of(rejected)}\nDownload or write them again, or remove "
+            f"parquet files:{list_messages(rejected)}\nDownload or write them again, or remove "
             "them from the source"
         )
     return [rows for rows, _ in footers]
@@ -81,14 +81,14 @@ def _read_footer(file: AnyFile) -> tuple[list[int], str]:
         for column in range(group.num_columns)
     )
     problem = ""
-    if footer.num_rows >= MANY_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
+    if footer.num_rows >= MIN_SUSPICIOUS_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
         problem = f"{file} claims {footer.num_rows} rows in {plain} bytes, which is not plausible"
     elif plain > max(MAX_GROUP_BYTES, MAX_RATIO * packed):
         problem = f"{file} claims {plain} bytes, of {packed} compressed, which is not plausible"
     return [group.num_rows for group in groups], problem
 
 
-class RowGroups:
+class ParquetSource:
     """Source of the rows of several Parquet files.
 
     Args:
@@ -103,7 +103,7 @@ class RowGroups:
     def __init__(self, files: Sequence[AnyFile], root: Root, fingerprint: str) -> None:
         self._root = root
         self.fingerprint = fingerprint
-        rows = rows_of_groups(files)
+        rows = count_group_rows(files)
         self._groups = [
             (file, number)
             for file, each in zip(files, rows, strict=True)
@@ -138,7 +138,7 @@ class RowGroups:
             try:
                 table = self._table(group)
                 start = int(self._ends[group]) - len(table)
-                columns = row_of(table.slice(index - start, 1))
+                columns = read_row(table.slice(index - start, 1))
                 return Record(columns, self._root, where=where)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
                 self._broken[group] = str(error)
@@ -163,8 +163,9 @@ class RowGroups:
                 table = read_group(stream, number)
         self._tables[group] = table, entry
         while len(self._tables) > 1 and (
-            len(self._tables) > MAX_GROUPS
-            or sum(t.nbytes for t, entry in self._tables.values() if entry is None) > KEPT_BYTES
+            len(self._tables) > MAX_CACHED_GROUPS
+            or sum(t.nbytes for t, entry in self._tables.values() if entry is None)
+            > MAX_CACHED_BYTES
         ):
             self._tables.popitem(last=False)
         return table

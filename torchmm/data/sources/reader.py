@@ -19,51 +19,51 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
-from torchmm.data.generated import DecodedDrawing, DrawingPreprocessor, Key
-from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import (
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, record_errors_at
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.chat_limits import LimitedTemplate
+from torchmm.data.media.images import resolution_settings
+from torchmm.data.media.preprocessors import ImageMedia, MediaPreprocessor, open_media
+from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
+from torchmm.data.media.tiles import Tile, TiledImage, TiledMedia, limit_total_tiles
+from torchmm.data.media.video import VideoFile, VideoFrames, VideoMedia
+from torchmm.data.record_formats.detect import parse_record
+from torchmm.data.record_formats.sample import (
     FileSegment,
-    GeneratedSegment,
     ImageSegment,
     Record,
     Sample,
     Segment,
+    TargetImageSegment,
     TextSegment,
     VideoSegment,
     assign_encoders,
+    drop_target_images,
     limit_images,
-    without_generated,
 )
-from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.chat_limits import LimitedTemplate
-from torchmm.data.media.images import resolution_settings
-from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
-from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
-from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
+from torchmm.data.target_images import NoiseKey, TargetImage, TargetImagePreprocessor
 from torchmm.recipe.data_section import DataConfig
 
-EncodedFile = bytes | FileSegment | ClipFrames | Tile
+EncodedFile = bytes | FileSegment | VideoFrames | Tile
 """Content of one encoder input."""
-CHANGED = "changed since it was indexed"
+CHANGED_MESSAGE = "changed since it was indexed"
 
 # Content that is dropped from used samples (`MeasuredSample.dropped`).
-TRUNCATED = "samples truncated at training.sequence_length"
+TRUNCATED_SAMPLES = "samples truncated at training.sequence_length"
 EXTRA_IMAGES = "images or videos beyond data.max_images_per_sample"
 EXTRA_FRAMES = "video frames beyond data.video.max_frames or data.video.max_pixels"
 UNREAD_FILES = "files without an encoder in the model"
 UNREAD_TARGETS = "target images without a generator in the model"
 
 
-def data_of(file: bytes | FileSegment) -> bytes:
+def require_bytes(file: bytes | FileSegment) -> bytes:
     """Return the bytes of a file that was read for measuring."""
     assert isinstance(file, bytes), file
     return file
 
 
 @dataclass
-class Opened:
+class ReadCounter:
     """Counter of bytes that are read from files."""
 
     read_bytes: int = 0
@@ -92,10 +92,10 @@ class MeasuredSample:
     """Number of dropped items by description, for example `EXTRA_IMAGES`."""
 
 
-def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
+def count_placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
     """Return the number of placeholders of each image. The first AnyRes tile has those of all."""
     return [
-        file.placeholders if isinstance(file, Tile) else image.tokens
+        file.count_placeholders if isinstance(file, Tile) else image.tokens
         for file, image in zip(files, images, strict=True)
     ]
 
@@ -123,7 +123,7 @@ class SampleReader:
         text_spec: TextSpec,
         image_specs: Mapping[str, ImageSpec],
         tokenizer: PreTrainedTokenizerBase,
-        drawings: DrawingPreprocessor | None = None,
+        target_preprocessor: TargetImagePreprocessor | None = None,
     ) -> None:
         if image_specs and text_spec.image_token_id is None:
             raise ConfigError(
@@ -138,7 +138,7 @@ class SampleReader:
         }
         self._readers["video"] = self._readers["image"]
         self.clips = {
-            name: ClipMedia(medium.preprocessor, data.video, text_spec)
+            name: VideoMedia(medium.preprocessor, data.video, text_spec)
             for name, medium in self.media.items()
             if isinstance(medium, ImageMedia)
         }
@@ -152,7 +152,7 @@ class SampleReader:
         }
         budgets = (data.max_tiles_per_sample, data.max_tiles_per_sequence)
         self._max_tiles = min((b for b in budgets if b is not None), default=None)
-        self.drawings = drawings
+        self.target_preprocessor = target_preprocessor
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
         self._max_images = data.max_images_per_sample
@@ -163,7 +163,7 @@ class SampleReader:
         self._chat = LimitedTemplate(ChatTemplate(tokenizer, text_spec.around_sounds))
 
     def read(
-        self, record: Record, known: SampleMeta | None = None, opened: Opened | None = None
+        self, record: Record, known: SampleMeta | None = None, opened: ReadCounter | None = None
     ) -> MeasuredSample:
         """Parse a record, check headers of files, tokenize and truncate.
 
@@ -177,10 +177,12 @@ class SampleReader:
             CorruptSampleError: The sample cannot be used. The message has location and reason.
             BeyondLimitError: The sample is valid, but exceeds a limit.
         """
-        with naming_place(record.where):
-            return self._read(record, known, opened or Opened())
+        with record_errors_at(record.where):
+            return self._read(record, known, opened or ReadCounter())
 
-    def _read(self, record: Record, known: SampleMeta | None, opened: Opened) -> MeasuredSample:
+    def _read(
+        self, record: Record, known: SampleMeta | None, opened: ReadCounter
+    ) -> MeasuredSample:
         dropped: Counter[str] = Counter()
         sample, dropped[EXTRA_IMAGES] = limit_images(
             parse_record(record, self._chat), self._max_images
@@ -188,19 +190,19 @@ class SampleReader:
         if not self.encoders:
             dropped[UNREAD_FILES] = sum(isinstance(s, FileSegment) for s in sample.segments)
         sample = assign_encoders(sample, self._readers)
-        if self.drawings is None:
-            targets = sum(isinstance(s, GeneratedSegment) for s in sample.segments)
+        if self.target_preprocessor is None:
+            targets = sum(isinstance(s, TargetImageSegment) for s in sample.segments)
             dropped[UNREAD_TARGETS] = targets
-            sample = without_generated(sample)
+            sample = drop_target_images(sample)
         sample, files, metas = self._open_files(sample, known, opened, dropped)
         columns: list[int] = []
         if self.text_spec.row_end_id is not None:
             columns = [self._columns(image) for image in metas]
-        text = self._text.encode(sample, placeholders(files, metas), columns)
+        text = self._text.encode(sample, count_placeholders(files, metas), columns)
         generated, generated_files = self._measure_generated(sample, text, known, opened)
         if not any(text.loss[1:]) and not generated:
             raise self._without_targets(text, files, dropped[EXTRA_IMAGES])
-        dropped[TRUNCATED] = int(text.truncated)
+        dropped[TRUNCATED_SAMPLES] = int(text.truncated)
         kept = len(text.image_starts)
         return MeasuredSample(
             text, metas[:kept], files[:kept], generated, generated_files, dict(+dropped)
@@ -240,7 +242,7 @@ class SampleReader:
 
     def _shorter(self, file: EncodedFile) -> tuple[str, str]:
         """Return the type of a file and advice on how it uses fewer tokens."""
-        if isinstance(file, ClipFrames | VideoSegment):
+        if isinstance(file, VideoFrames | VideoSegment):
             return "video", "lower data.video.max_frames or data.video.max_pixels"
         name = self.encoders[0]
         processor: Any = None
@@ -267,7 +269,7 @@ class SampleReader:
         self,
         sample: Sample,
         known: SampleMeta | None,
-        opened: Opened,
+        opened: ReadCounter,
         dropped: Counter[str],
     ) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
         """Return the sample with expanded videos and tiles, its files and their metadata.
@@ -281,7 +283,7 @@ class SampleReader:
         segments: list[Segment] = []
         files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
-        clips: dict[Any, Clip] = {}  # decoded once for all encoders
+        clips: dict[Any, VideoFile] = {}  # decoded once for all encoders
         tiled = self._cut(sample, opened)
         for number, segment in enumerate(sample.segments):
             if number in tiled:
@@ -294,7 +296,7 @@ class SampleReader:
             if isinstance(segment, VideoSegment):
                 key = segment.data, segment.path
                 if key not in clips:
-                    clips[key] = Clip(opened.read(segment, self._max_bytes), self.max_pixels)
+                    clips[key] = VideoFile(opened.read(segment, self._max_bytes), self.max_pixels)
                 self._open_clip(segment, clips[key], segments, files, metas)
                 assert segment.encoder is not None
                 unread = self.clips[segment.encoder].count_dropped_frames(clips[key])
@@ -320,7 +322,7 @@ class SampleReader:
     def _open_clip(
         self,
         segment: VideoSegment,
-        clip: Clip,
+        clip: VideoFile,
         segments: list[Segment],
         files: list[EncodedFile],
         metas: list[ImageMeta],
@@ -337,21 +339,23 @@ class SampleReader:
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 
-    def _cut(self, sample: Sample, opened: Opened) -> dict[int, TiledPicture]:
+    def _cut(self, sample: Sample, opened: ReadCounter) -> dict[int, TiledImage]:
         """Return the images that are cut into tiles, by segment index."""
         pictures = {
             number: self.tiles[segment.encoder].open(opened.read(segment, self._max_bytes))
             for number, segment in enumerate(sample.segments)
             if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
         }
-        return dict(zip(pictures, cut_within([*pictures.values()], self._max_tiles), strict=True))
+        return dict(
+            zip(pictures, limit_total_tiles([*pictures.values()], self._max_tiles), strict=True)
+        )
 
     def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
         # Only with several encoders, so that metadata is equal for most models.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
     def pixels(
-        self, file: EncodedFile, image: ImageMeta, opened: Opened | None = None
+        self, file: EncodedFile, image: ImageMeta, opened: ReadCounter | None = None
     ) -> np.ndarray:
         """Decode a file of a sample to encoder inputs (`EncoderInputs.pixels`).
 
@@ -365,67 +369,67 @@ class SampleReader:
         """
         name = image.encoder or self.encoders[0]
         if isinstance(file, FileSegment):
-            data = (opened or Opened()).read(file, self._max_bytes)
+            data = (opened or ReadCounter()).read(file, self._max_bytes)
             measured = self._measure(file, data)
             if measured != image:
-                raise CorruptSampleError(f"{CHANGED}: {image} -> {measured}")
+                raise CorruptSampleError(f"{CHANGED_MESSAGE}: {image} -> {measured}")
             return self.media[name].pixels(data, image)
-        if isinstance(file, ClipFrames):
+        if isinstance(file, VideoFrames):
             return self.clips[name].pixels(file, image)
         if isinstance(file, Tile):
             return file.pixels()
         return self.media[name].pixels(file, image)
 
-    def medium(self, image: ImageMeta) -> MediaPreprocessor | ClipMedia:
+    def medium(self, image: ImageMeta) -> MediaPreprocessor | VideoMedia:
         """Return the preprocessor of an image, audio file or video."""
         name = image.encoder or self.encoders[0]
         # Audio also has a duration, but audio encoders have no entry in `clips`.
         return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
 
     def _measure_generated(
-        self, sample: Sample, text: EncodedSample, known: SampleMeta | None, opened: Opened
+        self, sample: Sample, text: EncodedSample, known: SampleMeta | None, opened: ReadCounter
     ) -> tuple[list[GeneratedMeta], list[bytes | FileSegment]]:
         """Return sizes and files of target images that were not truncated."""
-        segments = [s.file for s in sample.segments if isinstance(s, GeneratedSegment)]
+        segments = [s.file for s in sample.segments if isinstance(s, TargetImageSegment)]
         metas: list[GeneratedMeta] = []
         files: list[bytes | FileSegment] = []
         for segment, context_end in zip(segments, text.generated_at, strict=False):
-            assert self.drawings is not None
+            assert self.target_preprocessor is not None
             if context_end == 0:
                 raise CorruptSampleError("there is no text before the target image")
             if known is None:
                 data = opened.read(segment, self._max_bytes)
                 files.append(data)
-                grid_thw = self.drawings.grid(data)
+                grid_thw = self.target_preprocessor.grid(data)
             elif len(metas) < len(known.generated):
                 files.append(segment)
                 grid_thw = known.generated[len(metas)].grid_thw
             else:
-                raise CorruptSampleError(f"{CHANGED}: it has more target images")
-            metas.append(GeneratedMeta(grid_thw, self.drawings.context(context_end)))
+                raise CorruptSampleError(f"{CHANGED_MESSAGE}: it has more target images")
+            metas.append(GeneratedMeta(grid_thw, self.target_preprocessor.context(context_end)))
         return metas, files
 
-    def drawing(
+    def decode_target_image(
         self,
         file: bytes | FileSegment,
         meta: GeneratedMeta,
         context_end: int,
-        key: Key,
-        opened: Opened,
-    ) -> DecodedDrawing:
-        """Decode a target image. See `DrawingPreprocessor.decode` for the arguments.
+        key: NoiseKey,
+        opened: ReadCounter,
+    ) -> TargetImage:
+        """Decode a target image. See `TargetImagePreprocessor.decode` for the arguments.
 
         Raises:
             CorruptSampleError: The file cannot be decoded, or its sizes differ.
         """
-        assert self.drawings is not None
+        assert self.target_preprocessor is not None
         data = file if isinstance(file, bytes) else opened.read(file, self._max_bytes)
-        grid_thw = self.drawings.grid(data)
+        grid_thw = self.target_preprocessor.grid(data)
         if grid_thw != meta.grid_thw:
             raise CorruptSampleError(
-                f"{CHANGED}: {meta.grid_thw} -> {grid_thw} patches of the target image"
+                f"{CHANGED_MESSAGE}: {meta.grid_thw} -> {grid_thw} patches of the target image"
             )
-        return self.drawings.decode(data, meta, context_end, key)
+        return self.target_preprocessor.decode(data, meta, context_end, key)
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:
         """Return the metadata of sample `index` of the source `name`."""

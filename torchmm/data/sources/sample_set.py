@@ -7,7 +7,7 @@ from typing import Protocol
 from PIL import Image
 
 from torchmm.data.decode import StepDecoder
-from torchmm.data.steps.step_packs import Position, Steps
+from torchmm.data.steps.plan_steps import StepIterator, StepPosition
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -25,7 +25,9 @@ class SampleSet(Protocol):
         """Number of samples of all sources, including corrupt samples. 0 if unknown."""
         ...
 
-    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: StepPosition
+    ) -> StepIterator:
         """Return the steps. Raise CheckpointError if the position belongs to different data."""
         ...
 
@@ -45,10 +47,10 @@ class SampleSet(Protocol):
         """
         ...
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]:
+    def sample_images(self, feed: int, index: int) -> list[Image.Image]:
         """Return images and frames of a sample, to be displayed. Empty for streams."""
         ...
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """Return all reference texts of a sample, see `references_of`."""
+        """Return all reference texts of a sample, see `read_references`."""
         ...

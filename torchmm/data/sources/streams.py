@@ -27,39 +27,39 @@ import pyarrow as pa
 from torchmm.common.batch import ImageSizes
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, FileSystem
-from torchmm.data.files.sample_files import open_regular, row_of
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, FileSystem
+from torchmm.data.files.sample_files import open_regular, read_row
 from torchmm.data.items import Item
-from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sources.configured import (
-    MapSource,
-    RecordStream,
-    SelectedRows,
-    Split,
-    StreamAsConfigured,
-)
-from torchmm.data.sources.index.length_index import describe_filtered, nothing_usable
-from torchmm.data.sources.local_and_hub import (
+from torchmm.data.record_formats.sample import Record, Root
+from torchmm.data.sources.index.length_index import describe_filtered, no_usable_samples_error
+from torchmm.data.sources.map_sources import (
     INDEX_CACHE,
-    has_own_reader,
-    load,
+    decompressed_text,
+    has_native_reader,
+    load_with_datasets,
     open_file_source,
     resolve_files,
     sample_key,
     source_root,
-    text_of,
 )
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.sources.source_options import (
+    ConfiguredStream,
+    MapSource,
+    RecordStream,
+    SelectedRows,
+    Split,
+)
 from torchmm.data.sources.tar_samples import WebdatasetStream
 from torchmm.data.sources.text_files import (
     MAX_RECORD_BYTES,
     is_array,
     parse_object,
-    root_of,
-    too_long,
+    record_root,
+    record_too_long,
 )
-from torchmm.data.steps.order import Drawn, FeedOptions, permutation
+from torchmm.data.steps.feeds import FeedOptions, SampleArrays, make_permutation
 from torchmm.data.steps.shuffling import Int64s
 from torchmm.recipe.data_section import SourceConfig
 
@@ -96,7 +96,7 @@ class ArrowStream:
             raise DataError(f"source {self._name!r}: cannot continue reading: {error}") from error
         if table is None:
             return None
-        columns = row_of(table)
+        columns = read_row(table)
         return Record(columns, self._root, where=sample_key(columns))
 
 
@@ -137,10 +137,10 @@ class JsonLinesStream:
                 self._line += 1
             where = f"{path}:{place}"
             if size > MAX_RECORD_BYTES:
-                return too_long(where, "line", size)
+                return record_too_long(where, "line", size)
             if line.strip():
                 try:
-                    return Record(parse_object(line, where), root_of(path), where=where)
+                    return Record(parse_object(line, where), record_root(path), where=where)
                 except CorruptSampleError as error:
                     return error
         return None
@@ -194,7 +194,7 @@ def open_stream(
         DataError: The source has no readable files, or lacks columns that the recipe requires.
     """
     kind, files = resolve_files(config, storage)
-    own_reader = has_own_reader(kind, files) or kind == "parquet"
+    own_reader = has_native_reader(kind, files) or kind == "parquet"
     stream: RecordStream
     if kind != "hub" and Split.of(config).rows is not None:
         if not own_reader:
@@ -206,17 +206,17 @@ def open_stream(
         stream = IndexedStream(rows)
     elif kind == "json" and all(
         content == file and not is_array(content)
-        for content, file in [(text_of(file, kind, cache), file) for file in files]
+        for content, file in [(decompressed_text(file, kind, cache), file) for file in files]
     ):
         stream = JsonLinesStream(files)
     elif kind == "webdataset":
-        stream = WebdatasetStream(files, Places(cache))
+        stream = WebdatasetStream(files, OffsetCache(cache))
     elif own_reader:
         stream = IndexedStream(open_file_source(config, kind, files, cache))
     else:
-        dataset = load(config, kind, files, streaming=True)
+        dataset = load_with_datasets(config, kind, files, streaming=True)
         stream = ArrowStream(name, dataset, source_root(config, files))
-    return StreamAsConfigured(stream, config)
+    return ConfiguredStream(stream, config)
 
 
 def check_stream(
@@ -239,7 +239,7 @@ def check_stream(
     filtered: Counter[str] = Counter()
     records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
     for number, record in enumerate(records):
-        item = measure(record, reader)
+        item = measure_record(record, reader)
         if isinstance(item, BeyondLimitError):
             if not filtered[item.limit]:
                 messages.insert(0, f"{name}[{number}]: {item}")
@@ -257,10 +257,12 @@ def check_stream(
     total = corrupt + outside + filtered.total()
     parts = [f"{corrupt} are corrupt", f"{outside} are removed by its `filter`"]
     counts = ", ".join([*parts, *describe_filtered(filtered, total)])
-    raise nothing_usable(name, f"none of its first {total} records are usable: {counts}", messages)
+    raise no_usable_samples_error(
+        name, f"none of its first {total} records are usable: {counts}", messages
+    )
 
 
-def measure(
+def measure_record(
     record: Record | CorruptSampleError, reader: SampleReader
 ) -> MeasuredSample | CorruptSampleError:
     """Return a measured sample of a stream, or the error if it cannot be used."""
@@ -307,24 +309,24 @@ class StreamFeed:
         self._pass_samples: int | None = None
         """Number of samples of a pass, including corrupt samples. None during the first pass."""
 
-    def samples(self, first: int, count: int) -> Drawn:
+    def samples(self, first: int, count: int) -> SampleArrays:
         """Return the next sample that is not filtered, or the message about a corrupt sample."""
         while self._given < len(self._records) or self._read_window(first):
             index, record = self._records[self._given]
             self._given += 1
-            sample = measure(record, self._reader)
+            sample = measure_record(record, self._reader)
             if isinstance(sample, BeyondLimitError):
                 self._filtered[sample.limit] += 1
             elif isinstance(sample, CorruptSampleError):
                 skipped = [f"{self.options.name}[{index}]: {sample}"]
-                return replace(Drawn.of([]), skipped=skipped)
+                return replace(SampleArrays.of([]), skipped=skipped)
             elif not self.options.filter.keeps(len(sample.text.ids)):
                 self._filtered["removed by its `filter`"] += 1
             else:
                 self._dropped.update(list(sample.dropped))
                 item = self._item(index, record, sample)
-                return replace(Drawn.of([item]), items=[item])
-        return Drawn.of([])
+                return replace(SampleArrays.of([item]), items=[item])
+        return SampleArrays.of([])
 
     def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
         """Return the number of trained samples, divided by the samples of a pass.
@@ -378,7 +380,7 @@ class StreamFeed:
             self._read_window(state["draws"])
             for index, record in self._records:
                 if (self._epoch, index) in names:
-                    sample = measure(record, self._reader)
+                    sample = measure_record(record, self._reader)
                     if isinstance(sample, MeasuredSample):
                         items.append(self._item(index, record, sample))
         self._given = state["given"]
@@ -409,7 +411,7 @@ class StreamFeed:
         first_index = self._next_index
         self._windows.append((self._epoch, first_index, position))
         self._next_index += len(records)
-        order = permutation(len(records), self.options, self._epoch, first_index)
+        order = make_permutation(len(records), self.options, self._epoch, first_index)
         self._records = [records[i] for i in order]
         self._given = 0
         return True

@@ -7,9 +7,9 @@
                    sample 0          | sample 1
 
 The offsets of samples are found by reading the headers of all members once, or in a `.tar.idx` file
-from Energon. `Places` stores the offsets. Images, videos and audio files stay in the shard until
-they are decoded. Parts are bytes unless they are text or JSON. No part is unpickled, unlike `.pth`
-parts in the reader of Hugging Face.
+from Energon. `OffsetCache` stores the offsets. Images, videos and audio files stay in the shard
+until they are decoded. Parts are bytes unless they are text or JSON. No part is unpickled, unlike
+`.pth` parts in the reader of Hugging Face.
 
 Common tar readers stop silently at damaged data. This reader continues after the damage, and only
 samples that may have lost a part are corrupt. Truncated shards are rejected at each start, which
@@ -30,30 +30,30 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError, first_of, naming_place
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, RemoteFile
-from torchmm.data.files.sample_files import SMALL_BYTES, FileRange, open_regular
-from torchmm.data.layouts.columns import FILE_KINDS
-from torchmm.data.layouts.sample import Record
+from torchmm.data.corrupt import CorruptSampleError, list_messages, record_errors_at
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, RemoteFile
+from torchmm.data.files.sample_files import INLINE_BYTES, FileRange, open_regular
+from torchmm.data.record_formats.columns import MEDIA_TYPES
+from torchmm.data.record_formats.sample import Record
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES
 
-VERSION = 1
+SEARCH_VERSION = 1
 """Version of the search for samples. Offsets of different versions are not used."""
 MAX_PART_BYTES = 2 << 30
 """Maximum size of a part of a sample."""
 MAX_HEADER_BYTES = 1 << 20
 """Maximum size of a name or extended header of a member."""
-FILES = frozenset(suffix for suffixes, _ in FILE_KINDS.values() for suffix in suffixes)
+MEDIA_SUFFIXES = frozenset(suffix for suffixes, _ in MEDIA_TYPES.values() for suffix in suffixes)
 """Last suffixes of parts that are images, videos or audio files."""
-JSONS = ("json", "jsn")
-TEXTS = ("txt", "text", "caption", "transcript")
-NUMBERS = ("cls", "cls2", "index", "inx", "id")
+JSON_SUFFIXES = ("json", "jsn")
+TEXT_SUFFIXES = ("txt", "text", "caption", "transcript")
+INTEGER_SUFFIXES = ("cls", "cls2", "index", "inx", "id")
 """Last suffixes of parts that are decoded as integers, like in WebDataset."""
 
-END_MARK = bytes(2 * tarfile.BLOCKSIZE)
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_REMEDY = "download or write it again, or remove it from the source"
+END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
+_COMPRESSION_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_HOW_TO_FIX = "download or write it again, or remove it from the source"
 
 Parts = Mapping[str, bytes | FileRange]
 """Parts of a sample by name: bytes, or the range of a file in the shard."""
@@ -77,18 +77,18 @@ class TarSamples:
         self,
         shards: Sequence[AnyFile],
         left_out: Mapping[AnyFile, Collection[str]] | None = None,
-        places: Places | None = None,
+        places: OffsetCache | None = None,
     ) -> None:
-        places = places or Places(None)
+        places = places or OffsetCache(None)
         check_tars(shards)
         self._shards = list(shards)
         starts = []
         for shard in shards:
             skipped = (left_out or {}).get(shard, ())
-            kind = f"tar {VERSION} without {sorted(skipped)}"
-            indexed = None if skipped else _indexed_starts(shard)
+            kind = f"tar {SEARCH_VERSION} without {sorted(skipped)}"
+            indexed = None if skipped else _read_energon_index(shard)
             if indexed is None:
-                indexed = places.find(shard, kind, partial(_search, shard, skipped))
+                indexed = places.find(shard, kind, partial(_find_samples, shard, skipped))
             starts.append(indexed)
         self._starts, damaged = np.concatenate([np.empty((0, 2), np.int64), *starts]).T
         self._behind_damage = set(np.flatnonzero(damaged).tolist())
@@ -127,7 +127,7 @@ class TarSamples:
         key = ""
         members: dict[str, tarfile.TarInfo] = {}
         for member in _members(stream, start):
-            if isinstance(member, Damage):
+            if isinstance(member, CorruptRange):
                 raise CorruptSampleError(f"is followed by {member}")
             name = _split_name(member)
             if name is None:
@@ -138,7 +138,7 @@ class TarSamples:
             if name[1] in members:
                 raise CorruptSampleError(f"{key} has two members {name[1]}")
             members[name[1]] = member
-        parts = {part: _part(shard, stream, part, m) for part, m in members.items()}
+        parts = {part: _read_part(shard, stream, part, m) for part, m in members.items()}
         return f"{shard}:{key}", parts
 
 
@@ -152,7 +152,7 @@ class WebdatasetSource:
     """
 
     def __init__(
-        self, shards: Sequence[AnyFile], fingerprint: str, places: Places | None = None
+        self, shards: Sequence[AnyFile], fingerprint: str, places: OffsetCache | None = None
     ) -> None:
         self._samples = TarSamples(shards, places=places)
         self.fingerprint = fingerprint
@@ -163,7 +163,7 @@ class WebdatasetSource:
     def read(self, index: int) -> Record:
         """Return record `index`. Raise CorruptSampleError if it cannot be read."""
         where, parts = self._samples.read(index)
-        with naming_place(where):
+        with record_errors_at(where):
             columns: dict[str, Any] = {part: decode_part(part, parts[part]) for part in parts}
         shard = self._samples.shard_of(index)
         columns |= {"__key__": where.removeprefix(f"{shard}:"), "__url__": str(shard)}
@@ -173,7 +173,7 @@ class WebdatasetSource:
 class WebdatasetStream:
     """Stream of the samples of shards. The headers of a shard are read when it is reached."""
 
-    def __init__(self, shards: Sequence[AnyFile], places: Places | None = None) -> None:
+    def __init__(self, shards: Sequence[AnyFile], places: OffsetCache | None = None) -> None:
         check_tars(shards)
         self._shards = list(shards)
         self._places = places
@@ -229,7 +229,9 @@ def check_tars(shards: Sequence[AnyFile]) -> None:
         except DataError as error:
             rejected.append(str(error))
     if rejected:
-        raise DataError(rejected[0] if len(rejected) == 1 else f"tar files:{first_of(rejected)}")
+        raise DataError(
+            rejected[0] if len(rejected) == 1 else f"tar files:{list_messages(rejected)}"
+        )
 
 
 def _check_tar(shard: AnyFile) -> None:
@@ -237,10 +239,10 @@ def _check_tar(shard: AnyFile) -> None:
     size = shard.stat().st_size
     last = ""
     with open_regular(shard) as stream:
-        if stream.read(8).startswith(_COMPRESSED):
+        if stream.read(8).startswith(_COMPRESSION_MAGIC):
             raise DataError(f"{shard} is compressed; decompress it, or remove it from the source")
-        stream.seek(max(0, size - len(END_MARK)))
-        if size % tarfile.BLOCKSIZE == 0 and stream.read() == END_MARK:
+        stream.seek(max(0, size - len(END_OF_ARCHIVE)))
+        if size % tarfile.BLOCKSIZE == 0 and stream.read() == END_OF_ARCHIVE:
             return
         # The headers show which member is incomplete.
         stream.seek(0)
@@ -250,7 +252,7 @@ def _check_tar(shard: AnyFile) -> None:
                     if member.offset_data + member.size > size:
                         raise DataError(
                             f"{shard} is truncated after {size} bytes, inside its member "
-                            f"{member.name}; {_REMEDY}"
+                            f"{member.name}; {_HOW_TO_FIX}"
                         )
                     last = member.name
                 end = tar.offset
@@ -258,11 +260,11 @@ def _check_tar(shard: AnyFile) -> None:
             state = (
                 f"truncated after {size} bytes, after {last}" if last else "not a complete tar file"
             )
-            raise DataError(f"{shard} is {state} ({error}); {_REMEDY}") from error
+            raise DataError(f"{shard} is {state} ({error}); {_HOW_TO_FIX}") from error
         stream.seek(end - end % tarfile.BLOCKSIZE)
         rest = stream.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0"):
-        raise DataError(f"{shard} is truncated after {size} bytes, after {last}; {_REMEDY}")
+        raise DataError(f"{shard} is truncated after {size} bytes, after {last}; {_HOW_TO_FIX}")
     logger.warning(
         "%s has no end-of-archive marker. If it is truncated between two members, the "
         "samples after %s are missing; compare its size with the original file",
@@ -281,16 +283,16 @@ def decode_part(part: str, data: bytes | FileRange) -> Any:
         return data
     suffix = part.rpartition(".")[2]
     try:
-        if suffix in JSONS:
+        if suffix in JSON_SUFFIXES:
             return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptSampleError(f"{part}: {error}") from error
-    if suffix in NUMBERS and data.strip().isdigit():
+    if suffix in INTEGER_SUFFIXES and data.strip().isdigit():
         return int(data)
-    return data.decode("utf-8", "replace") if suffix in TEXTS else data
+    return data.decode("utf-8", "replace") if suffix in TEXT_SUFFIXES else data
 
 
-class Damage(NamedTuple):
+class CorruptRange(NamedTuple):
     """Range of bytes without a valid header."""
 
     start: int
@@ -300,7 +302,7 @@ class Damage(NamedTuple):
         return f"corrupt data in bytes {self.start} to {self.end}"
 
 
-class _Headers:
+class _HeaderStream:
     """Stream of a tar file that limits the size of a read, because headers may claim any size."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -314,14 +316,14 @@ class _Headers:
         return self._stream.read(size)
 
 
-def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]:
+def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | CorruptRange]:
     """Yield the members after an offset, and the damage between them."""
     size = stream.seek(0, 2)
     while start < size:
         stream.seek(start)
         at = start
         try:
-            with tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
+            with tarfile.open(fileobj=_HeaderStream(stream), mode="r:") as tar:  # type: ignore[call-overload]
                 while (member := tar.next()) is not None:
                     tar.members = []  # do not store all headers
                     at = member.offset_data
@@ -334,7 +336,7 @@ def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
             return  # the archive ends, or is truncated
         start = _next_header(stream, at, size)
-        yield Damage(at, start)
+        yield CorruptRange(at, start)
 
 
 def _next_header(stream: BinaryIO, start: int, size: int) -> int:
@@ -352,14 +354,14 @@ def _next_header(stream: BinaryIO, start: int, size: int) -> int:
     return size
 
 
-def _part(
+def _read_part(
     shard: AnyFile, stream: BinaryIO, part: str, member: tarfile.TarInfo
 ) -> bytes | FileRange:
     if member.issparse():
         raise CorruptSampleError(f"{member.name} is a sparse member, which is not supported")
-    if part.rpartition(".")[2] in FILES and member.size >= SMALL_BYTES:
+    if part.rpartition(".")[2] in MEDIA_SUFFIXES and member.size >= INLINE_BYTES:
         return FileRange(shard, member.offset_data, member.size)
-    is_text = part.rpartition(".")[2] in (*JSONS, *TEXTS, *NUMBERS)
+    is_text = part.rpartition(".")[2] in (*JSON_SUFFIXES, *TEXT_SUFFIXES, *INTEGER_SUFFIXES)
     limit = MAX_RECORD_BYTES if is_text else MAX_PART_BYTES  # parsed JSON uses 25 times its size
     if member.size > limit:
         raise CorruptSampleError(f"{member.name} has {member.size} bytes, but the limit is {limit}")
@@ -370,7 +372,7 @@ def _part(
     return data
 
 
-def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
+def _find_samples(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
     """Return (N, 2), int64: the offset of the first header of each sample, and a damage flag.
 
     The flag is 1 if the sample follows damaged data.
@@ -380,7 +382,7 @@ def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
     try:
         with open_regular(shard) as stream:
             for member in _members(stream, 0):
-                if isinstance(member, Damage):
+                if isinstance(member, CorruptRange):
                     logger.warning("%s: %s; skipping the affected samples", shard, member)
                     damaged, last = True, None
                     continue
@@ -396,8 +398,8 @@ def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
     return np.asarray(offsets, np.int64).reshape(-1, 2)
 
 
-def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
-    """Return the result of `_search` from a `.tar.idx` file, in which no damage is recorded.
+def _read_energon_index(shard: AnyFile) -> np.ndarray | None:
+    """Return the result of `_find_samples` from a `.tar.idx` file, in which no damage is recorded.
 
     Returns None if the file is missing, older than the shard or corrupt. Indexes of remote shards
     are not requested, because a request is as slow as reading a header.

@@ -29,27 +29,27 @@ import numpy as np
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, RemoteFile
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, RemoteFile
 from torchmm.data.files.sample_files import open_regular
-from torchmm.data.layouts.sample import Record, Root
+from torchmm.data.record_formats.sample import Record, Root
 
-VERSION = 1
+SEARCH_VERSION = 1
 """Version of the search for records. Offsets of a different version are not used."""
 MAX_RECORD_BYTES = 64 << 20
 """Maximum size of a record. Parsing may use 25 times as much memory for lists of lists."""
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Possessive quantifiers need no memory for long strings. The last alternatives stop the search at
 # an unterminated string and at the end.
 _STRUCTURE = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
-_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+_DEPTH_CHANGES = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 
 logger = logging.getLogger(__name__)
 
 
-class Span(NamedTuple):
+class RecordSpan(NamedTuple):
     """Location of a record in its file."""
 
     start: int
@@ -70,12 +70,12 @@ class TextFile:
     unit = "line"
     """Name of a record in messages."""
 
-    def __init__(self, path: AnyFile, content: AnyFile, places: Places | None = None) -> None:
+    def __init__(self, path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> None:
         self.path = path
         self._content = content
         is_remote = places is not None and isinstance(content, RemoteFile)
-        cache = places if places is not None and is_remote else Places(None)
-        spans_N3 = cache.find(content, f"{type(self).__name__} {VERSION}", self._search)
+        cache = places if places is not None and is_remote else OffsetCache(None)
+        spans_N3 = cache.find(content, f"{type(self).__name__} {SEARCH_VERSION}", self._search)
         self._starts = np.ascontiguousarray(spans_N3[:, 0])
         self._sizes = spans_N3[:, 1].astype(np.uint32)
         # Line minus record number, which is constant in most files.
@@ -103,7 +103,7 @@ class TextFile:
         where = self.where(before + number)
         size = int(self._sizes[number])
         if size > MAX_RECORD_BYTES:
-            raise too_long(where, self.unit, size)
+            raise record_too_long(where, self.unit, size)
         try:
             with open_regular(self._content) as stream:
                 stream.seek(int(self._starts[number]))
@@ -112,13 +112,13 @@ class TextFile:
             raise CorruptSampleError(f"{where}: {error.strerror}") from error
         if len(data) < size:
             raise CorruptSampleError(f"{where}: the file was truncated after it was opened")
-        return Record(self._parse(data, where), root_of(self.path), where=where)
+        return Record(self._parse(data, where), record_root(self.path), where=where)
 
     def where(self, line: int) -> str:
         """Return the location of a record, for messages."""
         return f"{self.path}:{line}"
 
-    def _spans(self) -> Iterator[Span]:
+    def _spans(self) -> Iterator[RecordSpan]:
         raise NotImplementedError
 
     def _parse(self, data: bytes, where: str) -> dict[str, Any]:
@@ -128,18 +128,18 @@ class TextFile:
 class JsonLines(TextFile):
     """JSON Lines file, with one object per line."""
 
-    def _spans(self) -> Iterator[Span]:
+    def _spans(self) -> Iterator[RecordSpan]:
         start = 0
         line = 1
         with open_regular(self._content) as stream:
-            while piece := stream.readline(_PIECE_BYTES):
+            while piece := stream.readline(_CHUNK_BYTES):
                 blank = piece.isspace()
                 size = len(piece)
-                while not piece.endswith(b"\n") and (piece := stream.readline(_PIECE_BYTES)):
+                while not piece.endswith(b"\n") and (piece := stream.readline(_CHUNK_BYTES)):
                     blank = blank and piece.isspace()
                     size += len(piece)
                 if not blank:
-                    yield Span(start, size, line)
+                    yield RecordSpan(start, size, line)
                 start += size
                 line += 1
 
@@ -153,16 +153,16 @@ class JsonArray(TextFile):
         """Return the location of an element, for messages."""
         return f"{self.path} element {line}"
 
-    def _spans(self) -> Iterator[Span]:
-        with _mapped(self._content) as text:
+    def _spans(self) -> Iterator[RecordSpan]:
+        with _map_file(self._content) as text:
             for number, (start, end) in enumerate(self._elements(text), 1):
-                yield Span(start, end - start, number)
+                yield RecordSpan(start, end - start, number)
 
     def _elements(self, text: bytes | mmap.mmap) -> Iterator[tuple[int, int]]:
         """Yield start and end of each element."""
         depth = begin = done = 0
         for match in _STRUCTURE.finditer(text):
-            step = _STEPS.get(match.group(1))
+            step = _DEPTH_CHANGES.get(match.group(1))
             if step is None:  # a string or the array is not closed
                 break
             at = match.end() - 1
@@ -171,7 +171,7 @@ class JsonArray(TextFile):
             if (before, depth) == (2, 1):
                 yield begin, at + 1
             elif max(before, depth) == 2 or depth == 0:
-                yield from _between(text, done, at)
+                yield from _gap(text, done, at)
                 begin = at
             if min(before, depth) <= 1:
                 done = at + 1
@@ -187,20 +187,20 @@ class JsonArray(TextFile):
                 self.path,
                 len(text),
             )
-        yield from _between(text, done, len(text))
+        yield from _gap(text, done, len(text))
 
     def _parse(self, data: bytes, where: str) -> dict[str, Any]:
         return parse_object(data.strip(_BLANK + b","), where)
 
 
-class Table(TextFile):
+class CsvFile(TextFile):
     """CSV or TSV file with column names in the first row. Empty values are missing values."""
 
     unit = "row"
 
-    def __init__(self, path: AnyFile, content: AnyFile, places: Places | None = None) -> None:
+    def __init__(self, path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> None:
         with open_regular(content) as stream:
-            head = stream.readline(_PIECE_BYTES)
+            head = stream.readline(_CHUNK_BYTES)
         tabs = b"\t" in head and b"," not in head
         semicolons = b";" in head and b"," not in head
         self._delimiter = "\t" if tabs else ";" if semicolons else ","
@@ -217,18 +217,18 @@ class Table(TextFile):
             data = stream.read(min(int(self._sizes[0]), MAX_RECORD_BYTES))
         return data.removeprefix(_BYTE_ORDER_MARK)
 
-    def _spans(self) -> Iterator[Span]:
+    def _spans(self) -> Iterator[RecordSpan]:
         delimiter = self._delimiter.encode()
         # A quote is special at the start of a field. An unterminated quote extends to the end.
         field = rb'(?:"[^"]*+(?:""[^"]*+)*+"?)?+[^' + delimiter + rb"\r\n]*+"
         row = re.compile(field + rb"(?:" + delimiter + field + rb")*+(?:\r\n|\r|\n|\Z)")
         line = 1
-        with _mapped(self._content) as text:
+        with _map_file(self._content) as text:
             for match in row.finditer(text):
                 start, end = match.span()
-                lines, blank = _look_at(text, start, end)
+                lines, blank = _scan_range(text, start, end)
                 if not blank:
-                    yield Span(start, end - start, line)
+                    yield RecordSpan(start, end - start, line)
                 line += lines
 
     def _parse(self, data: bytes, where: str) -> dict[str, Any]:
@@ -270,12 +270,12 @@ class TextSource:
         return file.read(index - (int(self._ends[number]) - len(file)))
 
 
-def root_of(path: AnyFile) -> Root:
+def record_root(path: AnyFile) -> Root:
     """Return the directory of a file, to which paths in its records are relative."""
     return path.parent if isinstance(path, RemoteFile) else str(path.parent)
 
 
-def open_json(path: AnyFile, content: AnyFile, places: Places | None = None) -> TextFile:
+def open_json(path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> TextFile:
     """Open a JSON file as an array if it starts with one, else as JSON Lines."""
     return (JsonArray if is_array(content) else JsonLines)(path, content, places)
 
@@ -283,7 +283,7 @@ def open_json(path: AnyFile, content: AnyFile, places: Places | None = None) -> 
 def is_array(content: AnyFile) -> bool:
     """Return True if a JSON file starts with an array."""
     with open_regular(content) as stream:
-        head = stream.read(_PIECE_BYTES).removeprefix(_BYTE_ORDER_MARK)
+        head = stream.read(_CHUNK_BYTES).removeprefix(_BYTE_ORDER_MARK)
     return head.lstrip(_BLANK).startswith(b"[")
 
 
@@ -303,7 +303,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     return columns
 
 
-def too_long(where: str, unit: str, size: int) -> CorruptSampleError:
+def record_too_long(where: str, unit: str, size: int) -> CorruptSampleError:
     """Return the error for a record longer than MAX_RECORD_BYTES."""
     return CorruptSampleError(
         f"{where}: {unit} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
@@ -311,25 +311,25 @@ def too_long(where: str, unit: str, size: int) -> CorruptSampleError:
     )
 
 
-def _between(text: bytes | mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _gap(text: bytes | mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the range between two elements, unless it is a single comma."""
-    if end - start > _PIECE_BYTES or text[start:end].strip(_BLANK) not in (b"", b","):
+    if end - start > _CHUNK_BYTES or text[start:end].strip(_BLANK) not in (b"", b","):
         yield start, end
 
 
-def _look_at(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
+def _scan_range(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
     """Return the number of line breaks in a range, and whether it is blank."""
     breaks = 0
     blank = True
-    for at in range(start, end, _PIECE_BYTES):
-        piece = text[at : min(end, at + _PIECE_BYTES)]
+    for at in range(start, end, _CHUNK_BYTES):
+        piece = text[at : min(end, at + _CHUNK_BYTES)]
         breaks += piece.count(b"\n") or piece.count(b"\r")
         blank = blank and not piece.strip(b" \r\n")
     return breaks, blank
 
 
 @contextmanager
-def _mapped(path: AnyFile) -> Iterator[bytes | mmap.mmap]:
+def _map_file(path: AnyFile) -> Iterator[bytes | mmap.mmap]:
     """Return a context with the memory-mapped content of a file."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         yield b""

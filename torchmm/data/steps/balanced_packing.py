@@ -1,32 +1,33 @@
 """Balanced packing: sequences with similar encoder work, attention and number of tokens.
 
-`SEQUENCES` sequences are filled together. Samples are placed in descending order of size. A sample
-is added to the sequence with the smallest dot product of loads, the dot-product heuristic of vector
-bin packing (Panigrahy et al. 2011, "Heuristics for Vector Bin Packing", section 2.2). The sizes of
-a sample are tokens, patches of all encoders and generators, and squared tokens (attention).
+`FILLED_SEQUENCES` sequences are filled together. Samples are placed in descending order of size. A
+sample is added to the sequence with the smallest dot product of loads, the dot-product heuristic of
+vector bin packing (Panigrahy et al. 2011, "Heuristics for Vector Bin Packing", section 2.2). The
+sizes of a sample are tokens, patches of all encoders and generators, and squared tokens
+(attention).
 
 Samples that do not fit start the next sequences. All filled sequences are then closed, so a sample
-is in one of the next 2 x `SEQUENCES` closed sequences. Integer arithmetic makes the result equal on
-all machines.
+is in one of the next 2 x `FILLED_SEQUENCES` closed sequences. Integer arithmetic makes the result
+equal on all machines.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchmm.data.steps.packing import SequenceNumbers, members
-from torchmm.data.steps.shuffling import Int64s, compiled
+from torchmm.data.steps.packing import PackerBase, group_by_sequence
+from torchmm.data.steps.shuffling import Int64s, compile_kernel
 
-SEQUENCES = 64
+FILLED_SEQUENCES = 64
 """Number of sequences that are filled together."""
-SWEEPS = 2
+SWAP_PASSES = 2
 """Number of passes that swap samples between sequences with many and few patches."""
 UNIT_BITS = 20
 """Binary fraction digits of a load. A load of 2^20 is the mean of the sequences."""
 TOKENS, TILES, PATCHES, ATTENTION = range(4)
 
 
-class BalancedPacker(SequenceNumbers):
+class BalancedPacker(PackerBase):
     """Packer of samples into sequences of similar work.
 
     Args:
@@ -55,7 +56,7 @@ class BalancedPacker(SequenceNumbers):
     @property
     def missing_tokens(self) -> int:
         """Number of tokens that fill the next sequences."""
-        count = max(SEQUENCES, len(self._numbers_O))
+        count = max(FILLED_SEQUENCES, len(self._numbers_O))
         return count * self.sequence_length - int(self._sizes_4O[TOKENS].sum())
 
     def fill(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
@@ -66,15 +67,17 @@ class BalancedPacker(SequenceNumbers):
             tiles_N: Images and tiles of each sample.
             patches_N: Patches of each sample.
         """
-        closing = max(SEQUENCES, len(self._numbers_O))
-        return self._place(self._sizes(tokens_N, tiles_N, patches_N), closing, SEQUENCES)
+        closing = max(FILLED_SEQUENCES, len(self._numbers_O))
+        return self._place_samples(
+            self._sizes(tokens_N, tiles_N, patches_N), closing, FILLED_SEQUENCES
+        )
 
     def finish(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
         """Pack the last samples, and close all sequences. See `fill` for the arguments."""
         sizes_4N = self._sizes(tokens_N, tiles_N, patches_N)
         tokens = int(sizes_4N[TOKENS].sum() + self._sizes_4O[TOKENS].sum())
         closing = max(len(self._numbers_O), -(-tokens // self.sequence_length))
-        packs_N = self._place(sizes_4N, closing, spread=0)
+        packs_N = self._place_samples(sizes_4N, closing, spread=0)
         self.closed.extend(self.open)
         self._numbers_O, self._sizes_4O = self._numbers_O[:0], self._sizes_4O[:, :0]
         return packs_N
@@ -82,7 +85,7 @@ class BalancedPacker(SequenceNumbers):
     def begin(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
         """Start the next sequences with samples. See `fill` for the arguments."""
         assert not len(self._numbers_O)
-        return self._place(self._sizes(tokens_N, tiles_N, patches_N), 0, SEQUENCES)
+        return self._place_samples(self._sizes(tokens_N, tiles_N, patches_N), 0, FILLED_SEQUENCES)
 
     def restore(self, tokens: Int64s, tiles: Int64s, patches: Int64s) -> int:
         """Open a sequence with these samples, and return its number."""
@@ -96,7 +99,7 @@ class BalancedPacker(SequenceNumbers):
         attention_N = tokens_N**2 // self.sequence_length
         return np.array([tokens_N, tiles_N, patches_N, attention_N], np.int64)
 
-    def _place(self, sizes_4N: Int64s, closing: int, spread: int) -> Int64s:
+    def _place_samples(self, sizes_4N: Int64s, closing: int, spread: int) -> Int64s:
         """Place samples in sequences, close them, and return the sequence number of each sample.
 
         Args:
@@ -119,12 +122,16 @@ class BalancedPacker(SequenceNumbers):
         order_N = np.argsort(-np.maximum(loads_3N[0], loads_3N[1]), kind="stable")
         bins_N = np.empty(count, np.int64)
         limits_4 = np.array([self.sequence_length, self.max_tiles, closing, spread])
-        used = closing + _place(sizes_4N, loads_3N, order_N, limits_4, used_4B, loads_3B, bins_N)
-        members_N, starts_B1 = members(bins_N, np.arange(closing))
-        for _ in range(SWEEPS):
+        used = closing + _place_samples(
+            sizes_4N, loads_3N, order_N, limits_4, used_4B, loads_3B, bins_N
+        )
+        members_N, starts_B1 = group_by_sequence(bins_N, np.arange(closing))
+        for _ in range(SWAP_PASSES):
             ranked_B = np.argsort(loads_3B[1, :closing], kind="stable")
             pairs_2P = np.array([ranked_B[::-1], ranked_B])[:, : closing // 2]
-            _swap(sizes_4N, loads_3N, limits_4, used_4B, loads_3B, starts_B1, members_N, pairs_2P)
+            _swap_samples(
+                sizes_4N, loads_3N, limits_4, used_4B, loads_3B, starts_B1, members_N, pairs_2P
+            )
         bins_N[members_N] = np.repeat(np.arange(closing), np.diff(starts_B1))
         numbers_B = np.arange(self.next, self.next + used) - opened
         numbers_B[:opened] = self._numbers_O
@@ -140,8 +147,8 @@ class BalancedPacker(SequenceNumbers):
         return numbers_B[bins_N]
 
 
-@compiled
-def _place(
+@compile_kernel
+def _place_samples(
     sizes_4N: Int64s,
     loads_3N: Int64s,
     order_N: Int64s,
@@ -167,10 +174,10 @@ def _place(
     for i in order_N:
         sizes_4 = sizes_4N[:, i]
         loads_3 = loads_3N[:, i]
-        best = _emptiest(sizes_4, loads_3, limits_4, used_4B, loads_3B, 0, closing)
+        best = _find_best_bin(sizes_4, loads_3, limits_4, used_4B, loads_3B, 0, closing)
         if best < 0:
             stop = closing + min(further + 1, max(further, spread))
-            best = _emptiest(sizes_4, loads_3, limits_4, used_4B, loads_3B, closing, stop)
+            best = _find_best_bin(sizes_4, loads_3, limits_4, used_4B, loads_3B, closing, stop)
         if best < 0:
             best = closing + further
         further = max(further, best + 1 - closing)
@@ -182,8 +189,8 @@ def _place(
     return further
 
 
-@compiled
-def _swap(
+@compile_kernel
+def _swap_samples(
     sizes_4N: Int64s,
     loads_3N: Int64s,
     limits_4: Int64s,
@@ -195,7 +202,7 @@ def _swap(
 ) -> None:
     """Swap two samples of each pair of sequences if this balances patches and attention.
 
-    The remaining arguments are those of `_place`.
+    The remaining arguments are those of `_place_samples`.
 
     Args:
         starts_B1: Start of each sequence in `members_N`.
@@ -235,8 +242,8 @@ def _swap(
         loads_3B[:, b] += loads_3N[:, i] - loads_3N[:, j]
 
 
-@compiled
-def _emptiest(
+@compile_kernel
+def _find_best_bin(
     sizes_4: Int64s,
     loads_3: Int64s,
     limits_4: Int64s,
@@ -247,7 +254,7 @@ def _emptiest(
 ) -> int:
     """Return the sequence with the smallest dot product of loads, or -1 if no sequence fits.
 
-    The remaining arguments are those of `_place`.
+    The remaining arguments are those of `_place_samples`.
 
     Args:
         sizes_4: Sizes of the sample.

@@ -23,12 +23,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchmm.data.steps.shuffling import Int64s, compiled
+from torchmm.data.steps.shuffling import Int64s, compile_kernel
 
-UNLIMITED = -1
+NO_LIMIT = -1
 
 
-class SequenceNumbers:
+class PackerBase:
     """Sequence numbers of a packer, in the order in which sequences are opened."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class SequenceNumbers:
         return self.next - 1
 
 
-class Packer(SequenceNumbers):
+class BestFitPacker(PackerBase):
     """Packer of samples by best fit.
 
     Args:
@@ -58,7 +58,7 @@ class Packer(SequenceNumbers):
         super().__init__()
         self.sequence_length = sequence_length
         self.max_open = max_open
-        self.max_tiles = UNLIMITED if max_tiles is None else max_tiles
+        self.max_tiles = NO_LIMIT if max_tiles is None else max_tiles
         # Columns are open sequences, oldest first: number, free tokens, tiles, opening time.
         self._open_4O = np.zeros((4, max_open), np.int64)
         self._open_count = 0
@@ -90,7 +90,9 @@ class Packer(SequenceNumbers):
         limits_4 = np.array([self.sequence_length, self.max_tiles, room, now])
         counts_2 = np.array([self._open_count, self.next])
         sizes_2N = np.array([tokens_N, tiles_N], np.int64)
-        placed, closed = _place(sizes_2N, limits_4, self._open_4O, counts_2, packs_N, closed_C)
+        placed, closed = _pack_samples(
+            sizes_2N, limits_4, self._open_4O, counts_2, packs_N, closed_C
+        )
         self._open_count, self.next = counts_2.tolist()
         self.closed.extend(closed_C[:closed].tolist())
         return packs_N[:placed]
@@ -131,22 +133,22 @@ def pack_all(
 
     Args:
         tokens_N: Number of tokens of each sample.
-        sequence_length: See `Packer`.
-        max_open: See `Packer`.
+        sequence_length: See `BestFitPacker`.
+        max_open: See `BestFitPacker`.
         tiles_N: Number of images and tiles of each sample. None for 0.
-        max_tiles: See `Packer`.
+        max_tiles: See `BestFitPacker`.
         flush: Whether to include sequences that are still open at the end.
     """
-    packer = Packer(sequence_length, max_open, max_tiles)
+    packer = BestFitPacker(sequence_length, max_open, max_tiles)
     tiles = tiles_N if tiles_N is not None else np.zeros(len(tokens_N))
     packs_N = packer.add(np.asarray(tokens_N, np.int64), np.asarray(tiles, np.int64))
     if flush:
         packer.flush()
-    chosen, starts = members(packs_N, np.array(packer.closed, np.int64))
+    chosen, starts = group_by_sequence(packs_N, np.array(packer.closed, np.int64))
     return [chosen[start:stop].tolist() for start, stop in pairwise(starts)]
 
 
-def members(packs_N: Int64s, wanted: Int64s) -> tuple[Int64s, Int64s]:
+def group_by_sequence(packs_N: Int64s, wanted: Int64s) -> tuple[Int64s, Int64s]:
     """Return the samples of some sequences.
 
     Args:
@@ -162,18 +164,18 @@ def members(packs_N: Int64s, wanted: Int64s) -> tuple[Int64s, Int64s]:
     first = min(int(packs_N.min()), int(wanted.min()))
     places = np.full(max(int(packs_N.max()), int(wanted.max())) - first + 1, -1, np.int64)
     places[wanted - first] = np.arange(len(wanted))
-    return _grouped(places[packs_N - first], len(wanted))
+    return _group_indices(places[packs_N - first], len(wanted))
 
 
-@compiled
-def _remove(open_4O: Int64s, which: int, open_count: int) -> None:
+@compile_kernel
+def _remove_open(open_4O: Int64s, which: int, open_count: int) -> None:
     for i in range(which, open_count - 1):
         for row in range(4):
             open_4O[row, i] = open_4O[row, i + 1]
 
 
-@compiled
-def _place(
+@compile_kernel
+def _pack_samples(
     sizes_2N: Int64s,
     limits_4: Int64s,
     open_4O: Int64s,
@@ -212,7 +214,7 @@ def _place(
             if open_count == max_open:
                 closed_C[closed] = open_4O[0, fullest]
                 closed += 1
-                _remove(open_4O, fullest, open_count)
+                _remove_open(open_4O, fullest, open_count)
                 open_count -= 1
             best = open_count
             open_4O[0, best], open_4O[1, best] = next_pack, length
@@ -226,14 +228,14 @@ def _place(
         if open_4O[1, best] == 0:
             closed_C[closed] = open_4O[0, best]
             closed += 1
-            _remove(open_4O, best, open_count)
+            _remove_open(open_4O, best, open_count)
             open_count -= 1
     counts_2[0], counts_2[1] = open_count, next_pack
     return placed, closed
 
 
-@compiled
-def _grouped(places_N: Int64s, count: int) -> tuple[Int64s, Int64s]:
+@compile_kernel
+def _group_indices(places_N: Int64s, count: int) -> tuple[Int64s, Int64s]:
     """Return indices sorted by group, and the start of each group. Negative groups are omitted."""
     starts = np.zeros(count + 1, np.int64)
     for place in places_N:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchmm.data.steps.balanced import BalancedSteps
-from torchmm.data.steps.order import Feed, Mixture, Stage
-from torchmm.data.steps.step_packs import Position, Steps, StepSequence
+from torchmm.data.steps.feeds import Feed, Mixture, MixtureStage
+from torchmm.data.steps.image_balance import ImageBalancedSteps
+from torchmm.data.steps.plan_steps import StepIterator, StepPlanner, StepPosition
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -43,15 +43,17 @@ class SampleOrder:
         """Return the mixture of all sources at its start."""
         feeds = [source.make_feed() for source in self.sources]
         stages = [
-            Stage(
+            MixtureStage(
                 [stage.weights.get(source.name, 0.0) for source in self.sources], stage.until_step
             )
             for stage in self.stages
         ]
         weights = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
-        return Mixture(feeds, stages or [Stage(weights)])
+        return Mixture(feeds, stages or [MixtureStage(weights)])
 
-    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: StepPosition
+    ) -> StepIterator:
         """Return the optimizer steps of these sources.
 
         Args:
@@ -62,7 +64,7 @@ class SampleOrder:
         Raises:
             CheckpointError: The position belongs to different data.
         """
-        steps: Steps = StepSequence(
+        steps: StepIterator = StepPlanner(
             self.mixture(),
             training,
             packing=data.packing,
@@ -78,7 +80,7 @@ class SampleOrder:
         )
         if position.balance is None:
             return steps
-        return BalancedSteps(steps, position.balance)
+        return ImageBalancedSteps(steps, position.balance)
 
 
 def _weight(config: SourceConfig, size: int | None) -> float:

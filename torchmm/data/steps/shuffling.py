@@ -1,9 +1,9 @@
 """Shuffle without storing the permutation, by computing its entries on demand.
 
-`permuted` is a Feistel network. It splits the bits of an index into two halves, and combines each
-half with a hash of the opposite half. Each round is invertible, so the network is a permutation of
-a power of two. An output of at least `count` is permuted again ("cycle walking"), on average less
-than twice.
+`permute_indices` is a Feistel network. It splits the bits of an index into two halves, and combines
+each half with a hash of the opposite half. Each round is invertible, so the network is a
+permutation of a power of two. An output of at least `count` is permuted again ("cycle walking"), on
+average less than twice.
 
 Sorting by a hash would require 24 bytes and 0.2 us per sample and epoch on each rank. The streams
 of NumPy generators may change between releases. The kernels are compiled with numba and cached on
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 _njit: Any = njit  # takes options that its annotations do not have
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def compile_kernel(function: Callable[..., Any]) -> Any:
     """Compile a function with numba, and cache it on disk if a directory is writable."""
     try:
         return _njit(cache=True, nogil=True)(function)
@@ -33,7 +33,7 @@ def compiled(function: Callable[..., Any]) -> Any:
         return _njit(nogil=True)(function)
 
 
-def mixed(*parts: int) -> int:
+def hash_integers(*parts: int) -> int:
     """Return a 64-bit hash of integers (splitmix64, Steele et al. 2014)."""
     state = 0
     for part in parts:
@@ -44,7 +44,7 @@ def mixed(*parts: int) -> int:
     return state
 
 
-def permuted(positions_N: Int64s, count: int, key: int) -> Int64s:
+def permute_indices(positions_N: Int64s, count: int, key: int) -> Int64s:
     """Apply a pseudorandom permutation of `range(count)` to indices.
 
     Args:
@@ -55,11 +55,11 @@ def permuted(positions_N: Int64s, count: int, key: int) -> Int64s:
     Returns:
         (N,), int64.
     """
-    keys = [mixed(key, number) for number in range(ROUNDS)]
+    keys = [hash_integers(key, number) for number in range(ROUNDS)]
     return _feistel(np.ascontiguousarray(positions_N, np.int64), count, np.array(keys, np.uint64))
 
 
-@compiled
+@compile_kernel
 def _feistel(positions_N: Int64s, count: int, keys_R: NDArray[np.uint64]) -> Int64s:
     bits = 2
     while (1 << bits) < count:

@@ -26,9 +26,9 @@ from PIL import Image
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import read_prepared
-from torchmm.data.media.clip_files import CONTAINERS, write_clip
 from torchmm.data.media.images import to_rgb
-from torchmm.data.media.video import Clip
+from torchmm.data.media.video import VideoFile
+from torchmm.data.media.video_writer import VIDEO_FORMATS, encode_video
 from torchmm.extensions.demo_data.manifest import new_directory, record
 from torchmm.extensions.demo_data.moving_stamps import MOTIONS, frame_at
 from torchmm.extensions.demo_data.packages import (
@@ -135,7 +135,7 @@ class _Shown(NamedTuple):
 
     @staticmethod
     def of(data: bytes) -> _Shown:
-        clip = Clip(data, MAX_PIXELS)
+        clip = VideoFile(data, MAX_PIXELS)
         pictures: list[Image.Image] = []
         for start in range(0, clip.frames, 100):  # full-size frames are not stored
             for picture in clip.decode(range(start, min(start + 100, clip.frames))):
@@ -166,7 +166,7 @@ def _film_rows(
             _section(shown.at(start_s + t), path, t / times[-1], options["size_px"]) for t in times
         ]
         yield {
-            "video": write_clip(pictures, fps),
+            "video": encode_video(pictures, fps),
             "text": f"{film.words} {path.words}",
             "file": f"{film.file} from {start_s:.2f} s",
         }
@@ -205,7 +205,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
 
 
 def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    suffixes: Sequence[str] = list(CONTAINERS)
+    suffixes: Sequence[str] = list(VIDEO_FORMATS)
     last = options["frames"] - 1
     for stamp in pq.read_table(file, columns=["image", "text", "file"]).to_pylist():
         image = to_rgb(Image.open(io.BytesIO(stamp["image"]["bytes"])))
@@ -217,7 +217,7 @@ def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]
                 for number in range(last + 1)
             ]
             yield {
-                "video": write_clip(pictures, options["fps"], suffixes[(first + turn) % 3]),
+                "video": encode_video(pictures, options["fps"], suffixes[(first + turn) % 3]),
                 "text": f"{stamp['text']} {motion.words}",
                 "file": stamp["file"],
             }

@@ -24,14 +24,14 @@ import yaml
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import UnsafeNameError, require_relative_name
-from torchmm.data.corrupt import CorruptSampleError, naming_place
-from torchmm.data.files.addresses import is_pattern
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, FileSystem, RemoteFile, RemotePath
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.configured import MapSource, Split
+from torchmm.data.corrupt import CorruptSampleError, record_errors_at
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, FileSystem, RemoteFile, RemotePath
+from torchmm.data.files.urls import is_glob
+from torchmm.data.record_formats.sample import Record
 from torchmm.data.sources.formats import ENERGON_META as META
 from torchmm.data.sources.formats import check_hub_keys, is_energon, source_directory
+from torchmm.data.sources.source_options import MapSource, Split
 from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
 from torchmm.recipe.data_section import SourceConfig
 
@@ -61,7 +61,7 @@ class EnergonFormat:
             DataError: The recipe sets format = "energon", but the source has another format.
         """
         directory = source_directory(config, storage)
-        if not is_pattern(config.path) and is_energon(directory):
+        if not is_glob(config.path) and is_energon(directory):
             check_hub_keys(config)
             return open_folder(directory, Split.of(config).name).files
         if config.format == "auto":
@@ -73,7 +73,7 @@ class EnergonFormat:
         )
 
     def open(
-        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: OffsetCache
     ) -> MapSource:
         """Open an Energon dataset. Raise DataError if it cannot be read."""
         storage = next((file.storage for file in files if isinstance(file, RemoteFile)), None)
@@ -110,7 +110,7 @@ class EnergonSource:
     """
 
     def __init__(
-        self, folder: EnergonFolder, fingerprint: str, places: Places | None = None
+        self, folder: EnergonFolder, fingerprint: str, places: OffsetCache | None = None
     ) -> None:
         self._folder = folder
         self._samples = TarSamples(folder.shards, folder.left_out, places)
@@ -123,7 +123,7 @@ class EnergonSource:
         """Return a record. May raise CorruptSampleError."""
         where, parts = self._samples.read(index)
         fields = self._folder.fields
-        with naming_place(where):
+        with record_errors_at(where):
             given = {name: self._find(name, parts, options) for name, options in fields.items()}
             columns = KINDS[self._folder.kind](given, parts)
         directory = self._folder.directory

@@ -15,12 +15,12 @@ from typing import Any
 
 from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.places import Places
-from torchmm.data.files.remote import AnyFile, FileSystem
-from torchmm.data.files.sample_files import row_of
-from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.configured import MapSource
-from torchmm.data.sources.formats import check_only_split
+from torchmm.data.files.offset_cache import OffsetCache
+from torchmm.data.files.remote_files import AnyFile, FileSystem
+from torchmm.data.files.sample_files import read_row
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.formats import check_train_split
+from torchmm.data.sources.source_options import MapSource
 from torchmm.recipe.data_section import SourceConfig, is_address
 
 
@@ -29,11 +29,11 @@ class LanceFormat:
 
     def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile]:
         """Return no files, because Lance reads tables itself. Raise DataError for a split."""
-        check_only_split(config, "a Lance table")
+        check_train_split(config, "a Lance table")
         return []
 
     def open(
-        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: OffsetCache
     ) -> MapSource:
         """Open a table. Raise ConfigError or DataError if it cannot be read."""
         return LanceSource(config)
@@ -88,7 +88,7 @@ class LanceSource:
         """
         where = f"{self._path} row {index}"
         try:
-            columns = row_of(self._opened().take([index]))
+            columns = read_row(self._opened().take([index]))
         except (OSError, ValueError) as error:
             if is_address(self._path):  # probably an error of the storage, so no sample is skipped
                 raise DataError(f"{where} cannot be read: {_brief(error)}") from error

@@ -22,11 +22,11 @@ import torch
 from PIL import Image, ImageOps
 
 from torchmm.common.generated import GeneratorInputs
-from torchmm.data.generated import DrawingPreprocessor, Key
 from torchmm.data.media.images import count_frames, decode_frames, read_size
+from torchmm.data.target_images import NoiseKey, TargetImagePreprocessor
 
 
-class DiffusionImages(DrawingPreprocessor):
+class DiffusionImages(TargetImagePreprocessor):
     """Preparation of the images for a diffusion transformer."""
 
     @property
@@ -42,10 +42,10 @@ class DiffusionImages(DrawingPreprocessor):
         decoded = decode_frames(data, self._max_pixels, frames)
         return np.concatenate([self._patches(frame) for frame in decoded])
 
-    def time(self, key: Key) -> float:
+    def time(self, key: NoiseKey) -> float:
         return self._random_numbers(key)[1]
 
-    def with_noise(self, inputs: GeneratorInputs, keys: Sequence[Key]) -> GeneratorInputs:
+    def add_noise(self, inputs: GeneratorInputs, keys: Sequence[NoiseKey]) -> GeneratorInputs:
         held = range(len(keys)) if inputs.held is None else inputs.held
         widths = [self.spec.latent_values or self.values, self.spec.latent_noise]
         noise = [torch.zeros(0, sum(widths))]
@@ -65,7 +65,7 @@ class DiffusionImages(DrawingPreprocessor):
         blocks = np.asarray(square).reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
         return blocks.reshape(side * side, -1)
 
-    def _random_numbers(self, key: Key) -> tuple[torch.Generator, float]:
+    def _random_numbers(self, key: NoiseKey) -> tuple[torch.Generator, float]:
         """Return the random number generator of the noise of an image, and the time."""
         digest = hashlib.sha256(json.dumps([self._seed, *key]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

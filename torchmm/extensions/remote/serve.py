@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import end_workers
-from torchmm.data.corrupt import printable
+from torchmm.data.corrupt import escape_text
 from torchmm.extensions.remote.producers.calls import (
     TOKEN_VARIABLE,
     Certificate,
@@ -123,7 +123,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         address = getattr(arguments, name)
         if address is not None and not is_host_port(address, lowest):
             raise ConfigError(
-                f"--{name} {printable(address)}: is not a valid address; use HOST:PORT"
+                f"--{name} {escape_text(address)}: is not a valid address; use HOST:PORT"
             )
     if not 0 <= arguments.workers <= MAX_PRODUCER_WORKERS:
         raise ConfigError(

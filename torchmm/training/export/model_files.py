@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.errors import TEMPLATE_ERRORS
 from torchmm.common.files import read_prepared
 from torchmm.common.module_names import GENERATOR
-from torchmm.data.files.addresses import without_secrets
+from torchmm.data.files.urls import redact_urls
 from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
-from torchmm.data.sources.open import has_chats
+from torchmm.data.sources.open import contains_chats
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import TRAINED_WEIGHTS, WeightSource, export_hf
@@ -94,7 +94,7 @@ def write_files(
     """Write an export into an existing directory. Collective. Rank 0 writes the files."""
     writes = not dist.is_initialized() or dist.get_rank() == 0
     data = trained.recipe.data
-    chats = {has_chats(source, data) for source in data.sources if writes}
+    chats = {contains_chats(source, data) for source in data.sources if writes}
     tokenizer = _with_training_template(tokenizer, chats)
     end_tokens = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
     export_hf(model, output, tokenizer, weights, shard_bytes, end_tokens)
@@ -207,7 +207,7 @@ def model_card(
             prepared: dict[str, Any] = read_prepared(folder.parent)
             license = prepared.get(folder.name, {}).get("licence", license)
         revision = f" at {data.revision}" if data.revision else ""
-        name = f"`{without_secrets(data.path)}`{revision}"
+        name = f"`{redact_urls(data.path)}`{revision}"
         lines.append(f"- {name}, weight {data.weight:g}; license: {license}")
 
     training = recipe.training

@@ -64,7 +64,7 @@ class ValidationHook(Hook):
         batches = [batch for batch in read if batch is not None]
         corrupt = {name: why for batch in batches for name, why in batch.corrupt.items()}
         corrupt = gather_corrupt_samples(corrupt, components.mesh)
-        return [loader.settle(batch, corrupt) for batch in batches]
+        return [loader.mask_corrupt(batch, corrupt) for batch in batches]
 
 
 def validated_weights(components: RunComponents) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from PIL import Image
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.media.images import decode_frames
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import manifest, moving_stamps
 from torchmm.extensions.demo_data.parquet import split_of
 from torchmm.recipe.data_section import SourceConfig

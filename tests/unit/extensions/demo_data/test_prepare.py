@@ -12,7 +12,7 @@ from data_cases import png
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import read_prepared
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import (
     manifest,
     manual,

@@ -7,7 +7,7 @@ from PIL import Image, ImageChops
 
 from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import printed_times, tokenizer
 from torchmm.recipe.data_section import SourceConfig
 

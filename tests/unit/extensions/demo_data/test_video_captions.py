@@ -8,9 +8,9 @@ from data_cases import encode, write_parquet
 from PIL import Image
 
 from torchmm.common.errors import DataError
-from torchmm.data.media.clip_files import write_clip
-from torchmm.data.media.video import Clip
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.media.video import VideoFile
+from torchmm.data.media.video_writer import encode_video
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import manifest, video_captions
 from torchmm.extensions.demo_data.parquet import split_of
 from torchmm.extensions.demo_data.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
@@ -20,7 +20,7 @@ OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
 
 
 def first_and_last(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    clip = Clip(data, 10_000)
+    clip = VideoFile(data, 10_000)
     assert clip.frames == 4 and clip.duration_s == pytest.approx(1.0, abs=0.01)
     first, last = clip.decode([0, 3])
     return np.asarray(first.convert("L")), np.asarray(last.convert("L"))
@@ -70,7 +70,7 @@ def test_film_sections_match_captions_and_split() -> None:
     frames = [
         Image.fromarray(np.broadcast_to(x + 2 * t, (48, 64)).astype(np.uint8)) for t in range(50)
     ]
-    film_video = _Shown.of(write_clip(frames, 5))
+    film_video = _Shown.of(encode_video(frames, 5))
     assert film_video.duration_s == pytest.approx(10.0)
     film = Film("film.mp4", "Gray.")
     rows = {split: list(_film_rows(film, film_video, split, OPTIONS)) for split in CLIPS}

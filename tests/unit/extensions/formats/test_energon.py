@@ -12,7 +12,7 @@ from data_cases import png, write_meta, write_shard
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
+from torchmm.data.sources.map_sources import open_map_source, resolve_files
 from torchmm.recipe.data_section import SourceConfig
 
 RED, BLUE = png(8, 8, 1), png(8, 8, 2)

@@ -10,7 +10,7 @@ import yaml
 from data_cases import png, write_shard
 
 from torchmm.common.errors import DataError
-from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.recipe.data_section import SourceConfig
 
 DATASET = "__class__: CaptioningSample\nfield_map: {image: png, caption: txt}\n"

@@ -11,7 +11,7 @@ import pytest
 from data_cases import caption, caption_rows, write_parquet
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
+from torchmm.data.sources.map_sources import open_map_source, resolve_files
 from torchmm.recipe.data_section import SourceConfig
 
 lance = pytest.importorskip("lance", reason="lance is not installed")

@@ -27,7 +27,7 @@ from torchmm.common.batch import even_ranges
 from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import SampleOptions
+from torchmm.data.record_formats.sample import SampleOptions
 from torchmm.extensions.generation.images import DiffusionImages
 from torchmm.recipe.data_section import SourceConfig
 

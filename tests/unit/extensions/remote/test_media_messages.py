@@ -18,7 +18,7 @@ from test_tile_model import SHRUNK, TILED, fail_to_decode, open_run
 from torchmm.common.batch import Microbatch
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import Item
-from torchmm.data.rows import sample_name
+from torchmm.data.microbatch_builder import sample_name
 from torchmm.extensions.remote.producers.answers import unpack_step
 from torchmm.extensions.remote.producers.messages import from_arrow, messages_of, to_arrow
 

@@ -25,8 +25,8 @@ from test_producers import GENERATOR
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.build import build_loader
-from torchmm.data.samples import SamplesElsewhere, find_samples
-from torchmm.data.steps.elsewhere import Asked
+from torchmm.data.samples import RemoteSamples, find_samples
+from torchmm.data.steps.remote_steps import StepRequest
 from torchmm.extensions.remote.producers.calls import Server
 from torchmm.extensions.remote.producers.planning import UNREADABLE
 from torchmm.extensions.remote.producers.server import open_producer
@@ -241,7 +241,7 @@ def wrong_plans(plan):
 def test_wrong_plan_is_rejected(site):
     site.start()
     plans = site.opened[0]._plans
-    request = Asked("start", None, False, None, False)
+    request = StepRequest("start", None, False, None, False)
     body = json.dumps(request._asdict() | {"held_out": False}).encode()
     plan = json.loads(plans.answer("plan", body))
     trainer = find_samples(
@@ -249,7 +249,7 @@ def test_wrong_plan_is_rejected(site):
         training(),
         **site.specs,
     )
-    read = partial(trainer.look._read_part, request)
+    read = partial(trainer.preview._read_part, request)
     assert set(read(plan).packs) == set(range(4))
     plan_count = 0
     for path, value, wrong in wrong_plans(plan):
@@ -310,6 +310,6 @@ def test_trainer_with_remote_plan_opens_no_source(site):
     samples = find_samples(
         site.data("/nowhere", [site.start()], plan=True), training(), **site.specs
     )
-    assert isinstance(samples, SamplesElsewhere)
+    assert isinstance(samples, RemoteSamples)
     assert samples.feeds() == {"read": 0, "drawn": 1}
     assert samples.digest()[0] == "samples: read 23, drawn 23; 0 corrupt"

@@ -17,9 +17,9 @@ from object_server import ObjectServer
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.files.remote import RemotePath, open_file_system
+from torchmm.data.files.remote_files import RemotePath, open_file_system
 from torchmm.data.identity import SamplesDigest
-from torchmm.data.sources.local_and_hub import open_map_source, pinned, resolve_files
+from torchmm.data.sources.map_sources import open_map_source, pinned, resolve_files
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import DataConfig, SourceConfig

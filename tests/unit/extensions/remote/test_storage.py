@@ -15,7 +15,7 @@ from recipe_problems import problems_of
 from tiny_recipe import QUICKSTART
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.files.remote import RemoteFile, RemotePath
+from torchmm.data.files.remote_files import RemoteFile, RemotePath
 from torchmm.extensions.remote.storage.block_cache import BlockCache
 from torchmm.extensions.remote.storage.clients import ReplacedError, StoreClient
 from torchmm.extensions.remote.storage.remote_files import (

@@ -10,7 +10,7 @@ import pytest
 from data_cases import CLIP, NAFLEX, QWEN, png, write_jsonl
 from tiny_recipe import QUICKSTART
 
-from torchmm.data.layouts.sample import Record, SampleOptions
+from torchmm.data.record_formats.sample import Record, SampleOptions
 from torchmm.data.sources.reader import SampleReader
 from torchmm.extensions.reports.inspection.findings import text_runs
 from torchmm.extensions.reports.inspection.pictures import file_pictures

@@ -33,22 +33,22 @@ from transformers import PreTrainedTokenizerBase, __version__
 from torchmm.common.batch import ImageMeta, ImageSizes, SampleMeta, consecutive
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.corrupt import first_of
-from torchmm.data.identity import causes_of
-from torchmm.data.sources.configured import MapSource
+from torchmm.data.corrupt import list_messages
+from torchmm.data.identity import sample_settings
 from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.source_options import MapSource
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
 FORMAT_VERSION = 10
 """Version of parsing, tokenizing and measuring. An index of a different version is not used."""
 MANIFEST = "manifest.json"
-PATCHES, DURATION = 2, 6
+PATCHES_COLUMN, DURATION_COLUMN = 2, 6
 """Columns of `sizes_D8`."""
-IMAGE_SIZES = [5, PATCHES, 3, 4]
+IMAGE_SIZES_COLUMNS = [5, PATCHES_COLUMN, 3, 4]
 """Columns of `sizes_D8` for the columns of `ImageSizes`."""
-KEPT_OPEN = 512
+MAX_MAPPED_SHARDS = 512
 """Maximum number of mapped shards. A block of the sample order has at most 256."""
-DESCRIBED_SHARDS = 64
+MAX_SUMMARIZED_SHARDS = 64
 """Maximum number of shards for the logged summary of lengths."""
 
 logger = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class ShardSizes(NamedTuple):
 
     def tiles_N(self) -> np.ndarray:
         """Return the number of images and tiles of each sample, without audio and video frames."""
-        is_tile_M = (self.sizes_D8[:, DURATION] == 0)[self.images_M]
+        is_tile_M = (self.sizes_D8[:, DURATION_COLUMN] == 0)[self.images_M]
         before = np.concatenate([[0], np.cumsum(is_tile_M)])
         return np.diff(before[self.starts_N1]).astype(np.uint16)
 
     def patches_N(self) -> np.ndarray:
         """Return the number of patches of each sample, including audio and target images."""
-        read_M = self.sizes_D8[:, PATCHES][self.images_M]
+        read_M = self.sizes_D8[:, PATCHES_COLUMN][self.images_M]
         drawn_M = self.drawn_D4[:, :3].prod(1)[self.drawn_M]
         read_before = np.append(0, np.cumsum(read_M, dtype=np.int64))
         drawn_before = np.append(0, np.cumsum(drawn_M, dtype=np.int64))
@@ -136,7 +136,7 @@ class ShardSizes(NamedTuple):
         starts_N = self.starts_N1[places_N].astype(np.int64)
         counts_N = self.starts_N1[places_N + 1] - starts_N
         rows_I = self.images_M[consecutive(starts_N, counts_N)]
-        read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES][rows_I].astype(np.int64))
+        read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES_COLUMNS][rows_I].astype(np.int64))
         if generator is None:
             return read
         starts_N = self.drawn_starts_N1[places_N].astype(np.int64)
@@ -199,7 +199,7 @@ class LengthIndex:
                 before = self.dropped.get(content, (0, 0))
                 self.dropped[content] = before[0] + samples, before[1] + items
         self._open_shard, self._reasons = open_shard, reasons
-        self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
+        self.sizes: Callable[[int], ShardSizes] = lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         """Function that returns the sizes of a shard. Raises DataError for a damaged file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,7 +265,7 @@ class LengthIndex:
 
     def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and number of images of usable samples, in large sources of some shards."""
-        count = min(len(self.shards), DESCRIBED_SHARDS)
+        count = min(len(self.shards), MAX_SUMMARIZED_SHARDS)
         some = np.linspace(0, len(self.shards) - 1, count).astype(int)
         tokens, images = [], []
         for sizes in map(self.sizes, some.tolist()):
@@ -353,8 +353,10 @@ def cache_key(
         "format": FORMAT_VERSION,
         "transformers": __version__,
         "source": source.fingerprint,
-        "config": causes_of(config),
-        "generated": dataclasses.asdict(reader.drawings.spec) if reader.drawings else None,
+        "config": sample_settings(config),
+        "generated": dataclasses.asdict(reader.target_preprocessor.spec)
+        if reader.target_preprocessor
+        else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
         "video": data.video.model_dump(),
@@ -374,7 +376,7 @@ def describe_lengths(tokens_N: np.ndarray) -> list[str]:
     return [f"median {middle:.0f}", f"95 % <= {high:.0f}", f"most {tokens_N.max():,}"]
 
 
-def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
+def check_usable_samples(name: str, config: SourceConfig, index: LengthIndex) -> None:
     """Log the number of used, filtered and truncated samples of a source.
 
     Raises:
@@ -398,7 +400,7 @@ def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
         )
         skipped = [*index.beyond_limits(), *index.corrupt()]
         messages = [f"{name}[{i}]: {reason}" for i, reason in skipped]
-        raise nothing_usable(
+        raise no_usable_samples_error(
             name, f"none of its {total} samples are usable: {counts}{found}", messages
         )
     if kept < total:
@@ -438,10 +440,10 @@ def describe_dropped(dropped: Mapping[str, tuple[int, int]], samples: int) -> li
     return descriptions
 
 
-def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:
+def no_usable_samples_error(name: str, found: str, messages: Sequence[str]) -> DataError:
     """Return the error for a source without usable samples."""
     return DataError(
-        f"source {name!r}: {found}{first_of(messages)}\nCorrect the source in the recipe "
+        f"source {name!r}: {found}{list_messages(messages)}\nCorrect the source in the recipe "
         "(`columns` maps column names, `filter` limits lengths), repair its samples, or "
         "remove the source"
     )

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from torchmm.common.errors import LIBRARY_ERRORS, CheckpointError, ConfigError, describe_error
 from torchmm.common.log import working
-from torchmm.data.sources.open import has_chats
+from torchmm.data.sources.open import contains_chats
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.extensions.evaluation.text.generate import OnTokens, generate_texts
 from torchmm.extensions.evaluation.text.prompts import Request, batch_prompts, read_prompts
@@ -201,7 +201,7 @@ def is_chat_checkpoint(path: Path) -> bool:
         return is_chat_model(path)
     if checkpoints := checkpoints_at(path):
         data = read_checkpoint_recipe(checkpoints[0]).data
-        return {has_chats(source, data) for source in data.sources} == {True}
+        return {contains_chats(source, data) for source in data.sources} == {True}
     return is_chat_model(path / "hf")
 
 

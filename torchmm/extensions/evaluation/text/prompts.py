@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.build import build_loader
-from torchmm.data.layouts.columns import AUDIO_COLUMNS, VIDEO_COLUMNS
 from torchmm.data.loader import StepBatch
+from torchmm.data.record_formats.columns import AUDIO_COLUMNS, VIDEO_COLUMNS
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
-from torchmm.data.files.addresses import split_address, without_secrets
+from torchmm.data.files.urls import parse_url, redact_urls
 from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
 from torchmm.training.checkpoint.manifest import (
@@ -74,8 +74,8 @@ class RemoteCheckpoints:
         place = address
         if not is_address(address):
             place = f"{THIS_MACHINE}{local_path(address).absolute()}"
-        where = split_address(place)
-        self.address = without_secrets(address)
+        where = parse_url(place)
+        self.address = redact_urls(address)
         self._path = where.path
         self._client = StoreClient(where.root, retry_timeout_s, "checkpoint.remote_dir")
         self._logger = logger

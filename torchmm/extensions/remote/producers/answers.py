@@ -23,10 +23,10 @@ from torch import Tensor
 from torchmm.common.batch import IGNORE_TARGET, ImageMeta, Microbatch
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept
-from torchmm.data.corrupt import printable
+from torchmm.data.corrupt import escape_text
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
-from torchmm.data.rows import sample_name
+from torchmm.data.microbatch_builder import sample_name
 from torchmm.extensions.remote.producers.messages import (
     COUNTS,
     TEXT,
@@ -159,7 +159,7 @@ class _Expected:
                 raise ValueError(
                     f"corrupt = {_short(values)} is not a reason for a requested sample"
                 )
-        return {name: printable(why, MAX_REASON_CHARACTERS) for name, why in values.items()}
+        return {name: escape_text(why, MAX_REASON_CHARACTERS) for name, why in values.items()}
 
     def _copy_positions(self, corrupt: Mapping[str, str]) -> Microbatch:
         """Return the microbatch with the text, positions and tile crops that were sent."""
@@ -337,7 +337,7 @@ def _count(key: str, value: Any, most: int) -> int:
 
 
 def _short(value: Any) -> str:
-    return printable(repr(value), 200)
+    return escape_text(repr(value), 200)
 
 
 def _explain(error: Exception) -> str:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from torchmm.common.errors import DataError
 from torchmm.common.row_slices import Reads
-from torchmm.data.decode import DecodedStep, StepDecoder, with_noise
+from torchmm.data.decode import DecodedStep, StepDecoder, add_noise
 from torchmm.data.items import PackItems
 from torchmm.extensions.remote.producers.answers import unpack_step
 from torchmm.extensions.remote.producers.calls import (
@@ -191,7 +191,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
             step = self._asking.ask(self._rank + turn, partial(self._get, request, microbatches))
         except DataError as error:  # a traceback of the worker would hide the message
             return DecodedStep([], {}, str(error))
-        return with_noise(self._decoder.drawings, step, microbatches)
+        return add_noise(self._decoder.target_preprocessor, step, microbatches)
 
     def _get(
         self,

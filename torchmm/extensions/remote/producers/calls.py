@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.corrupt import printable
+from torchmm.data.corrupt import escape_text
 from torchmm.extensions.remote.producers.connections import ConnectionWatch
 from torchmm.recipe.data_section import is_host_port, is_local
 
@@ -64,7 +64,7 @@ class Server(flight.FlightServerBase):
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
         if not is_host_port(bind, lowest_port=0):
-            raise ConfigError(f"--bind {printable(bind)}: is not a valid address; use HOST:PORT")
+            raise ConfigError(f"--bind {escape_text(bind)}: is not a valid address; use HOST:PORT")
         try:
             super().__init__(
                 f"{'grpc+tls' if certificate else 'grpc+tcp'}://{bind}",
@@ -143,7 +143,7 @@ def describe(error: Exception) -> str:
 def said(error: Exception) -> str:
     """Return the error message of the other process, printable and without library additions."""
     text = str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
-    return printable(text)
+    return escape_text(text)
 
 
 def ended_by_signals() -> threading.Event:

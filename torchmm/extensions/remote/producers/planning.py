@@ -3,7 +3,7 @@
 With `data.producers.plan`, a producer accepts three more types of requests, as JSON:
 
     describe   identity of its data (order and content of samples), and names of sources
-    plan       packs of the step after a state (`torchmm.data.steps.elsewhere`)
+    plan       packs of the step after a state (`torchmm.data.steps.remote_steps`)
     pictures, references   images of a sample as PNG files, and reference text, to show them
 
 All ranks ask the same producer, which plans a step once. If it fails, any other producer continues
@@ -27,13 +27,13 @@ from pyarrow import flight
 from torchmm.common.batch import ImageMeta, SampleMeta
 from torchmm.common.errors import CheckpointError, DataError, TorchmmError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.corrupt import printable
+from torchmm.data.corrupt import escape_text
 from torchmm.data.items import Item, PackItems
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.rows import sample_name
+from torchmm.data.microbatch_builder import sample_name
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.steps.elsewhere import Asked, StepPart, UnknownStateError
+from torchmm.data.steps.remote_steps import StepPart, StepRequest, UnknownStateError
 from torchmm.extensions.remote.producers.ask import Asking, OtherDataError
 from torchmm.extensions.remote.producers.calls import single_response
 from torchmm.recipe.data_section import DataConfig, ProducersConfig
@@ -96,7 +96,9 @@ class Plans:
     ) -> None:
         self._training = training
         self._samples = {False: samples} | ({True: held_out} if held_out else {})
-        self._steps = {kind: each.shared(data, training) for kind, each in self._samples.items()}
+        self._steps = {
+            kind: each.make_plan_server(data, training) for kind, each in self._samples.items()
+        }
 
     def answer(self, kind: str, body: bytes) -> bytes:
         """Return the response to a request. Raise ValueError for invalid requests."""
@@ -127,7 +129,7 @@ class Plans:
         )
 
     def _plan(self, held_out: bool, values: Mapping[str, Any]) -> dict[str, Any]:
-        asked = Asked(**{key: values[key] for key in Asked._fields})
+        asked = StepRequest(**{key: values[key] for key in StepRequest._fields})
         count = self._training.global_batch_size
         if asked.packs is not None and not set(asked.packs) <= set(range(count)):
             raise ValueError(f"a step has {count} packed sequences")
@@ -191,8 +193,8 @@ class ProducersPlans:
         self.described = Asking(config, None).ask(0, find)
         self._asking = Asking(config, self.described.listed)
 
-    def part(self, asked: Asked) -> StepPart | None:
-        """Return a part of a step, see `SharedSteps.part`."""
+    def part(self, asked: StepRequest) -> StepPart | None:
+        """Return a part of a step, see `StepPlanServer.part`."""
         found = self._ask("plan", asked._asdict(), partial(self._read_part, asked))
         if isinstance(found, Exception):
             raise found
@@ -229,7 +231,9 @@ class ProducersPlans:
             )
         return found
 
-    def _read_part(self, asked: Asked, values: Mapping[str, Any]) -> StepPart | Exception | None:
+    def _read_part(
+        self, asked: StepRequest, values: Mapping[str, Any]
+    ) -> StepPart | Exception | None:
         """Return a part of a step. Raise ValueError if it is not the requested part."""
         if values == END:
             return None
@@ -237,19 +241,19 @@ class ProducersPlans:
             return UnknownStateError()
         if "error" in values:
             kind, text = values["error"]
-            return ERRORS[kind](printable(str(text)))
+            return ERRORS[kind](escape_text(str(text)))
         every = range(self.described.global_batch_size)
         packs = {_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]}
         if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
             raise ValueError(
-                f"packed sequences {printable(str(sorted(packs)), 200)} were not requested"
+                f"packed sequences {escape_text(str(sorted(packs)), 200)} were not requested"
             )
         return StepPart(
             {number: self._read_pack(number, pack) for number, pack in packs.items()},
-            [printable(str(each)) for each in values["skipped"]],
+            [escape_text(str(each)) for each in values["skipped"]],
             dict(values["state"]),
             _number("epoch", values["epoch"]),
-            printable(str(values["notice"])),
+            escape_text(str(values["notice"])),
         )
 
     def _read_pack(self, number: int, values: list[list[Any]]) -> PackItems:
@@ -279,12 +283,16 @@ class ProducersPlans:
                 raise ValueError(f"{name} has an image with a wrong number of patches")
             if each.tokens > meta.tokens:
                 raise ValueError(f"{name} has fewer tokens than one of its images")
-        drawings = self._reader.drawings
+        target_preprocessor = self._reader.target_preprocessor
         for drawn in meta.generated:
             frames = drawn.grid_thw[0]
-            if drawings is None or frames < 1 or drawn.grid_thw != drawings.spec.grid(frames):
+            if (
+                target_preprocessor is None
+                or frames < 1
+                or drawn.grid_thw != target_preprocessor.spec.grid(frames)
+            ):
                 raise ValueError(f"{name} has a target image of a wrong size")
-            if not 1 <= drawn.context <= min(meta.tokens, drawings.spec.context_tokens):
+            if not 1 <= drawn.context <= min(meta.tokens, target_preprocessor.spec.context_tokens):
                 raise ValueError(f"{name} has a target image with a wrong context")
 
 
@@ -313,7 +321,7 @@ def _read_description(values: Mapping[str, Any]) -> Described:
         raise ValueError("names or digest are not strings")
     if len(set(found.names)) != len(found.names) or len(found.digest) != 2:
         raise ValueError("names are not unique, or digest does not have two parts")
-    first, second = map(printable, found.digest)
+    first, second = map(escape_text, found.digest)
     return found._replace(digest=(first, second))
 
 
@@ -329,14 +337,14 @@ def _read_images(values: list[str]) -> list[Image.Image]:
 def _integer(key: str, value: Any, most: int = MAX_INTEGER) -> int:
     """Return an integer. Raise ValueError if it is not between 0 and `most`."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{key} = {printable(repr(value), 200)} is not between 0 and {most}")
+        raise ValueError(f"{key} = {escape_text(repr(value), 200)} is not between 0 and {most}")
     return value
 
 
 def _number(key: str, value: Any) -> float:
     """Return a float. Raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
     if type(value) not in (int, float) or not 0 <= value <= MAX_INTEGER:  # False for NaN
-        raise ValueError(f"{key} = {printable(repr(value), 200)} is not a number of passes")
+        raise ValueError(f"{key} = {escape_text(repr(value), 200)} is not a number of passes")
     return float(value)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pyarrow import flight
 
-from torchmm.data.corrupt import printable
+from torchmm.data.corrupt import escape_text
 from torchmm.extensions.remote.producers.calls import (
     IN_VAIN,
     TOKEN_VARIABLE,
@@ -82,9 +82,9 @@ class Reported(NamedTuple):
             found = cls(**values)
             found._check()
         except (TypeError, ValueError) as error:
-            why = printable(str(error), 200)
+            why = escape_text(str(error), 200)
             raise ValueError(
-                f"invalid report of a producer: {printable(repr(values), 200)}: {why}"
+                f"invalid report of a producer: {escape_text(repr(values), 200)}: {why}"
             ) from error
         return found
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
-from torchmm.data.identity import identity, settings_of
-from torchmm.data.samples import SamplesElsewhere
+from torchmm.data.identity import identity, run_settings
+from torchmm.data.samples import RemoteSamples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
 from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
@@ -61,7 +61,7 @@ class Producers:
         plans = ProducersPlans(data.producers, validation, differences, reader, length)
         described = plans.described
         decoder = StepDecoder(reader, [None for _ in described.names], length)
-        return SamplesElsewhere(
+        return RemoteSamples(
             described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
             described.listed,
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Producers:
 
         Return None for validation samples of this process, which ranks decode.
         """
-        listed = samples.listed if isinstance(samples, SamplesElsewhere) else None
+        listed = samples.producer_fingerprint if isinstance(samples, RemoteSamples) else None
         if listed is None and validation:
             return None
         fingerprint = samples.fingerprint()
@@ -95,7 +95,7 @@ def _differences(
     contents = {source["name"]: source["content"] for source in theirs.identity["sources"]}
     named = zip(unique_names(configs), configs, strict=True)
     sources = [(name, config, contents.get(name, "missing")) for name, config in named]
-    settings = settings_of(data, training.sequence_length, reader, tokenizer)
+    settings = run_settings(data, training.sequence_length, reader, tokenizer)
     ours = identity(data, training, reader, settings, sources)
     batch = "training.global_batch_size"
     return changes(

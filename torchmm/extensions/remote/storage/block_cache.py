@@ -31,8 +31,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.files.places import SUM_BYTES, checksum
-from torchmm.data.files.remote import RemoteFile
+from torchmm.data.files.offset_cache import CHECKSUM_BYTES, checksum
+from torchmm.data.files.remote_files import RemoteFile
 
 TOUCH_S = 60.0
 """Resolution of the time of the last use of an entry in seconds."""
@@ -87,7 +87,7 @@ class BlockCache:
         try:
             with path.open("rb") as stream:
                 used = os.fstat(stream.fileno())
-                if used.st_size <= SUM_BYTES:
+                if used.st_size <= CHECKSUM_BYTES:
                     raise ValueError("truncated")
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 if time.time() - used.st_mtime > TOUCH_S:
@@ -98,15 +98,15 @@ class BlockCache:
             self._drop(path, str(error))
             return None
         whole = memoryview(mapped)
-        content = whole[:-SUM_BYTES]
-        if checksum(content) != whole[-SUM_BYTES:]:
+        content = whole[:-CHECKSUM_BYTES]
+        if checksum(content) != whole[-CHECKSUM_BYTES:]:
             self._drop(path, "its checksum does not match")
             return None
         return content
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Store an entry if the disk has space."""
-        if not 0 < len(content) + SUM_BYTES <= self.limit_bytes:
+        if not 0 < len(content) + CHECKSUM_BYTES <= self.limit_bytes:
             return
         path = self.place(name)
         partial = path.with_name(f".{name}.{uuid4().hex}")
@@ -177,10 +177,10 @@ class Sums:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                known = os.pread(descriptor, SUM_BYTES, block * SUM_BYTES)
-                if len(known) == SUM_BYTES and any(known):
+                known = os.pread(descriptor, CHECKSUM_BYTES, block * CHECKSUM_BYTES)
+                if len(known) == CHECKSUM_BYTES and any(known):
                     return known != own
-                os.pwrite(descriptor, own, block * SUM_BYTES)
+                os.pwrite(descriptor, own, block * CHECKSUM_BYTES)
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -36,7 +36,7 @@ import fsspec
 
 from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.common.files import replace_atomically, sync_directory
-from torchmm.data.files.addresses import split_address, without_secrets
+from torchmm.data.files.urls import parse_url, redact_urls
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
 """URL schemes that obstore reads."""
@@ -103,7 +103,7 @@ class StoreClient:
         self._root = root
         self._give_up_s = retry_timeout_s
         self._key = key
-        self._scheme = split_address(root).scheme
+        self._scheme = parse_url(root).scheme
         self._store: _ObjectStore | _Filesystem
         if self._scheme in BUCKETS:
             self._store = _ObjectStore(root, retry_timeout_s)
@@ -228,7 +228,7 @@ class StoreClient:
             ) from None
 
     def _name(self, path: str) -> str:
-        return without_secrets(f"{self._root}/{path}")
+        return redact_urls(f"{self._root}/{path}")
 
 
 class _ObjectStore:
@@ -289,7 +289,7 @@ class _Filesystem:
     """Other URLs, which are accessed through fsspec."""
 
     def __init__(self, root: str) -> None:
-        address = split_address(root)
+        address = parse_url(root)
         if (address.scheme in LOCAL and root != THIS_MACHINE) or "::" in root:
             raise ConfigError(f"{root}: use plain paths for local files")
         try:
@@ -342,4 +342,4 @@ class _Filesystem:
 def _brief(error: Exception) -> str:
     """Return the first line of a library error, without credentials."""
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {without_secrets(lines[0])[:300]}"
+    return f"{type(error).__name__}: {redact_urls(lines[0])[:300]}"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from torchmm.common.errors import DataError
-from torchmm.data.files.addresses import fixed_part, is_pattern, split_address
-from torchmm.data.files.remote import RemoteFile
+from torchmm.data.files.remote_files import RemoteFile
+from torchmm.data.files.urls import glob_directory, is_glob, parse_url
 from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
 from torchmm.extensions.remote.storage.clients import (
@@ -71,7 +71,7 @@ class Storage:
         if self._process != os.getpid():
             self._clients = {}
             self._process = os.getpid()
-        root = split_address(address).root
+        root = parse_url(address).root
         if root not in self._clients:
             self._clients[root] = StoreClient(root, self._give_up_s)
         return self._clients[root]
@@ -83,15 +83,15 @@ class Storage:
             DataError: The remote storage rejects the request or does not respond.
         """
         try:
-            found = self.client(address).stat(split_address(address).path)
+            found = self.client(address).stat(parse_url(address).path)
         except MissingError:
             return None
         return RemoteFile(address, found.size, found.version, self)
 
     def list(self, address: str) -> list[RemoteFile]:
         """Return the files at, below or matching a URL, see `FileSystem.list`."""
-        folder = split_address(fixed_part(address))
-        pattern = split_address(address).path if is_pattern(address) else None
+        folder = parse_url(glob_directory(address))
+        pattern = parse_url(address).path if is_glob(address) else None
         if pattern is None and folder.path and (one := self.find(address)) is not None:
             return [one]
         files = []
@@ -202,7 +202,7 @@ class Storage:
 
     def _ask(self, file: RemoteFile, start: int, end: int) -> bytes:
         try:
-            path = split_address(file.address).path
+            path = parse_url(file.address).path
             return self.client(file.address).read(path, start, end, file.version)
         except MissingError:
             raise ReplacedError(f"{file} was removed while it was being read") from None

@@ -24,18 +24,18 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import microbatch_flops
-from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
-from torchmm.data.files.remote import open_file_system
-from torchmm.data.generated import make_drawing_preprocessor
-from torchmm.data.layouts.recognise import layout_of
-from torchmm.data.layouts.sample import Record
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, record_errors_at
+from torchmm.data.files.remote_files import open_file_system
 from torchmm.data.media.text import EncodedSample
-from torchmm.data.sources.index.length_index import nothing_usable
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
-from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
+from torchmm.data.record_formats.detect import detect_format_name
+from torchmm.data.record_formats.sample import Record
+from torchmm.data.sources.index.length_index import no_usable_samples_error
+from torchmm.data.sources.map_sources import open_map_source, resolve_files
+from torchmm.data.sources.reader import MeasuredSample, SampleReader, count_placeholders
 from torchmm.data.sources.streams import open_stream
 from torchmm.data.steps.balanced_packing import BalancedPacker
-from torchmm.data.steps.packing import members, pack_all
+from torchmm.data.steps.packing import group_by_sequence, pack_all
+from torchmm.data.target_images import make_target_preprocessor
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.extensions.reports.inspection.pictures import file_pictures
 from torchmm.models.multimodal import MultimodalModel
@@ -182,7 +182,7 @@ class Inspector:
             m.describe() for m in model.modality_modules()
         ]
         self._length = recipe.training.sequence_length
-        drawings = make_drawing_preprocessor(
+        drawings = make_target_preprocessor(
             model.generator_spec(), recipe.training.seed, recipe.data.max_image_pixels
         )
         spec = model.text_spec(tokenizer)
@@ -205,7 +205,7 @@ class Inspector:
         if not found.samples:
             counts = f"none of its {found.read} records that were read is usable"
             skipped = [*found.first_filtered.values(), *found.refused]
-            raise nothing_usable(
+            raise no_usable_samples_error(
                 name,
                 counts,
                 [
@@ -248,11 +248,11 @@ class Inspector:
         try:
             if isinstance(record, CorruptSampleError):
                 raise record
-            layout = layout_of(record)
+            layout = detect_format_name(record)
             sample = self._reader.read(record)
             whole = self._whole.read(record) if sample.text.truncated else sample
             if self._decode:
-                with naming_place(record.where):
+                with record_errors_at(record.where):
                     for file, image in zip(sample.files, sample.images, strict=True):
                         self._reader.pixels(file, image)
             if not found.config.filter.keeps(len(sample.text.ids)):
@@ -298,7 +298,7 @@ class Inspector:
             sizes = f"{size}{time}{image.patches} patches, {image.tokens} tokens"
             label = f"{number}: {sizes}" + (f" ({image.encoder})" if image.encoder else "")
             pictures.append(Picture(label, *file_pictures(self._reader, file, image)))
-        tokens = placeholders(sample.files, sample.images)
+        tokens = count_placeholders(sample.files, sample.images)
         runs = text_runs(sample.text, tokens, self._tokenizer)
         return ShownSample(name, record.where, layout, runs, pictures)
 
@@ -311,7 +311,7 @@ class Inspector:
             packer = BalancedPacker(self._length, data.max_tiles_per_sequence)
             sizes = np.array([tokens, tiles, [meta.patches for meta in metas]], np.int64)
             packs_N = packer.finish(*sizes)
-            chosen, starts = members(packs_N, np.array(packer.closed, np.int64))
+            chosen, starts = group_by_sequence(packs_N, np.array(packer.closed, np.int64))
             packs = [chosen[a:b].tolist() for a, b in pairwise(starts)]
         else:
             packs = pack_all(

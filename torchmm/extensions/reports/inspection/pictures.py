@@ -12,10 +12,10 @@ from PIL import Image
 from torchmm.common.batch import ImageMeta
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
-from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.tiles import Tile
-from torchmm.data.media.video import ClipFrames
-from torchmm.data.sources.reader import EncodedFile, SampleReader, data_of
+from torchmm.data.media.uint8_pixels import to_model_inputs
+from torchmm.data.media.video import VideoFrames
+from torchmm.data.sources.reader import EncodedFile, SampleReader, require_bytes
 
 
 def file_pictures(
@@ -30,7 +30,7 @@ def file_pictures(
     preprocessor = getattr(medium, "preprocessor", None)
     if not isinstance(preprocessor, ImagePreprocessor):
         return None, None
-    if isinstance(file, ClipFrames):
+    if isinstance(file, VideoFrames):
         frames = file.images()
         if not frames:
             raise CorruptSampleError("a video without frames")
@@ -38,8 +38,8 @@ def file_pictures(
     elif isinstance(file, Tile):
         original = file.of.image()
     else:
-        original = decode_rgb(data_of(file), reader.max_pixels)
-    pixels = values_of(reader.pixels(file, image), preprocessor.byte_values)
+        original = decode_rgb(require_bytes(file), reader.max_pixels)
+    pixels = to_model_inputs(reader.pixels(file, image), preprocessor.byte_values)
     return original, as_picture(preprocessor, pixels, image)
 
 

@@ -1,0 +1,146 @@
+"""AnyRes tiling of LLaVA-NeXT and LLaVA-OneVision.
+
+An image becomes a downscaled image and a grid of tiles of the closest resolution. Features of
+padding are dropped, and each line of features ends with a learned embedding:
+
+    tile 0 | tile 1      tokens: line 0 of tile 0, line 0 of tile 1, end of line 0,
+    -------+-------              line 1 of tile 0, line 1 of tile 1, end of line 1, ...
+    tile 2 | tile 3
+
+Each tile is a separate image of the encoder, so the tokens of tiles interleave. The tokens of a
+tile are a rectangle. The ends of lines belong to the tile with the last column.
+
+LLaVA-OneVision shrinks the features of large images ("anyres_max_9") by bilinear interpolation
+across tiles. The interpolation is linear, so each tile computes its contribution to tokens at its
+edges, and the LLM adds them. Tiles of one image may therefore be in different sub-microbatches.
+"""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+from torchmm.common.tiles import Kept, Shrunk, shrink_weights
+from torchmm.data.media.tile_schemes import TileGrid, TilingScheme
+
+MIN_DOWNSAMPLE_RATIO = 1.1
+"""Minimum ratio for shrinking, as in transformers."""
+
+
+class AnyResTiling(TilingScheme):
+    """Tiling of `LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`."""
+
+    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
+        whole = Kept(0, self.rows, 0, self.rows, 0)
+        prefix = self.text.image_prefix
+        suffix = self.text.image_suffix
+
+        # Select the best resolution of the processor within the limit on tiles.
+        crop = self.processor.crop_size or self.processor.size
+        every = self.processor.image_grid_pinpoints
+        grids = {(y, x): (y // crop["height"], x // crop["width"]) for y, x in every}
+        fitting = [resolution for resolution in every if prod(grids[tuple(resolution)]) < most]
+        if not fitting:
+            # The model in transformers adds one line end after the only tile.
+            whole = whole._replace(line_ends=1)
+            place = np.arange(whole.tokens)
+            return TileGrid((prefix, suffix), {}, (whole,), (place,), (whole.tokens,))
+        settings = {} if len(fitting) == len(every) else {"image_grid_pinpoints": fitting}
+        tall, wide = grids[tuple(select_best_resolution((height_px, width_px), fitting))]
+
+        # Find the tokens of all tiles without padding. Every line of tokens has an end.
+        count: Any = LlavaNextProcessor._get_unpadded_features  # does not use `self`
+        tokens, lines = count(None, height_px, width_px, self.rows, self.rows, tall, wide)
+        length = tokens // lines if lines else 0
+        top = (tall * self.rows - lines) // 2
+        left = (wide * self.rows - length) // 2
+        box = Kept(top, top + lines, left, left + length, lines)
+
+        # Shrink the features of large images.
+        rows, columns = lines, length
+        if self.most_tiles:
+            ratio = sqrt(lines * length / (self.most_tiles * self.rows**2))
+            if ratio > MIN_DOWNSAMPLE_RATIO:
+                rows = int(lines // ratio)
+                columns = int(length // ratio)
+
+        # Placeholders of all tiles follow the markers of the first tile. Offsets of later tiles are
+        # relative to the markers of the tile, so they are negative.
+        kept, token_offsets = self._divide(box, tall, wide, rows, columns)
+        total = rows * (columns + 1)
+        offsets = [each - (total if number else 0) for number, each in enumerate(token_offsets)]
+        return TileGrid(
+            (prefix, *[()] * len(kept), suffix),
+            settings,
+            (whole, *kept),
+            (np.arange(whole.tokens), *offsets),
+            (whole.tokens, total, *[0] * (len(kept) - 1)),
+        )
+
+    def pixels(self, image: Image.Image, cut: TileGrid, raw: bool = False) -> np.ndarray:
+        return super().pixels(image, cut, raw)[: cut.tiles]
+
+    def _divide(
+        self, box: Kept, tall: int, wide: int, rows: int, columns: int
+    ) -> tuple[list[Kept], list[np.ndarray]]:
+        """Return the kept tokens of each tile, and their positions among all tokens."""
+        down = _axis_spans(box.top, box.bottom, rows, tall, self.rows)
+        right = _axis_spans(box.left, box.right, columns, wide, self.rows)
+        sizes = [(box.bottom - box.top, rows), (box.right - box.left, columns)]
+        kept, token_offsets = [], []
+        for y in down:
+            for x in right:
+                lines = np.arange(*y.to)[:, None] * (columns + 1)
+                # A line ends in the tile that has the last column, once.
+                ends = np.arange(*y.own) * (columns + 1) + columns if x.last else np.arange(0)
+                shrunk = None
+                if sizes != [(rows, rows), (columns, columns)]:
+                    shrunk = Shrunk(sizes[0], sizes[1], y.start, x.start, y.to, x.to)
+                kept.append(Kept(y.first, y.end, x.first, x.end, len(ends), shrunk))
+                token_offsets.append(np.concatenate([(lines + np.arange(*x.to)).ravel(), ends]))
+        return kept, token_offsets
+
+
+class _AxisSpan(NamedTuple):
+    """Token rows or columns of one row or column of tiles."""
+
+    first: int
+    """First kept row of the tile."""
+    end: int
+    start: int
+    """Index of the first kept row in the image."""
+    to: tuple[int, int]
+    """Range of shrunk rows to which the tile contributes."""
+    own: tuple[int, int]
+    """Range of shrunk rows that start in this tile."""
+    last: bool
+    """Whether the tile has the last row of the image."""
+
+
+def _axis_spans(low: int, high: int, after: int, tiles: int, side: int) -> list[_AxisSpan]:
+    """Return the spans of all tiles along one axis.
+
+    Args:
+        low: First row without padding.
+        high: End of the rows without padding.
+        after: Number of these rows after shrinking.
+        tiles: Number of tiles.
+        side: Number of rows of a tile.
+    """
+    weights = shrink_weights(high - low, after) if after else np.zeros((0, high - low))
+    begins = np.argmax(weights != 0, axis=1) if weights.size else np.zeros(0, np.int64)
+    spans = []
+    for number in range(tiles):
+        first, end = (min(max(x - number * side, 0), side) for x in (low, high))
+        start = number * side + first - low
+        touched = np.flatnonzero(weights[:, start : start + end - first].any(axis=1))
+        own = np.flatnonzero((begins >= start) & (begins < start + end - first))
+        to, begun = ((int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (touched, own))
+        last = end > first and start + end - first == high - low
+        spans.append(_AxisSpan(first, end, start, to, begun, last))
+    return spans

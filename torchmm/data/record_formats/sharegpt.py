@@ -1,0 +1,122 @@
+"""Chats in a column `conversations`, in the formats of ShareGPT, LLaVA and LLaMA-Factory.
+
+    {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
+                                         {"from": "gpt", "value": "A cat."}]}
+
+Files have placeholders in the text of any turn. The LLaVA loader moves files to the start of their
+turn, but they keep their position here. LLaVA video datasets use `<image>` for a video. This is
+supported for records with videos and without images and `<video>`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.record_formats.chat_types import Conversation
+from torchmm.data.record_formats.columns import get_list, read_files, truncate_repr
+from torchmm.data.record_formats.messages import record_to_conversation
+from torchmm.data.record_formats.sample import Record
+
+CONVERSATION_COLUMNS = ("conversations", "conversation")
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "call",
+}
+"""Maps names in the data to roles. A "call" is an assistant message with a tool call."""
+_KEY_PAIRS = (("from", "value"), ("role", "content"))
+_QUESTION_KEYS = {"human": "user", "assistant": "assistant"}
+"""Keys of entries of ms-swift, which have a question and its answer."""
+
+
+def read_conversations(record: Record) -> Conversation:
+    """Read entries with from and value, role and content, or human and assistant (ms-swift).
+
+    Raises:
+        CorruptSampleError: An entry has none of these formats or an unknown role, or the chat is
+            not valid (see `messages.py`).
+    """
+    column = next(name for name in CONVERSATION_COLUMNS if record.columns.get(name) is not None)
+    messages: list[dict[str, Any]] = []
+    for number, entry in enumerate(get_list(record.columns, column), start=1):
+        where = f"column `{column}` exists, but entry {number}"
+        for message in _read_messages(entry, where):
+            if messages and _is_tool_call(message) and _is_tool_call(messages[-1]):
+                messages[-1]["tool_calls"] += message["tool_calls"]  # several at a time
+            else:
+                messages.append(message)
+    files = read_files(record.columns, record.root)
+    if files["video"] and not files["image"]:
+        texts = [message for message in messages if isinstance(message["content"], str)]
+        if not any("<video>" in message["content"] for message in texts):
+            for message in texts:
+                message["content"] = message["content"].replace("<image>", "<video>")
+    return record_to_conversation(record, messages, placeholders=True, files=files)
+
+
+def _is_tool_call(message: dict[str, Any]) -> bool:
+    """Return True if a message is from an entry of "function_call" without further keys."""
+    calls = message.get("tool_calls")
+    return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
+
+
+def _read_messages(entry: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(entry, dict):
+        raise CorruptSampleError(f"{where} is {type(entry).__name__}, not an object")
+    for speaker, said in _KEY_PAIRS:
+        if entry.get(speaker) is not None:
+            if said not in entry:
+                raise CorruptSampleError(f"{where} has {speaker} but no {said}")
+            return [_read_message(entry, speaker, said, where)]
+    if all(entry.get(key) is not None for key in _QUESTION_KEYS):
+        rest = {key: value for key, value in entry.items() if key not in _QUESTION_KEYS}
+        return [
+            {**rest, "role": role, "content": entry[key]} for key, role in _QUESTION_KEYS.items()
+        ]
+    keys = ", ".join(sorted(map(str, entry)))
+    raise CorruptSampleError(
+        f"{where} has neither from/value nor role/content, only {keys:.80}"
+        if keys
+        else f"{where} has neither from/value nor role/content, because it is empty"
+    )
+
+
+def _read_message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict[str, Any]:
+    role = _ROLES.get(entry[speaker]) if isinstance(entry[speaker], str) else None
+    if role is None:
+        raise CorruptSampleError(
+            f"{where} has {speaker} = {truncate_repr(entry[speaker])}; use one of "
+            f"{', '.join(_ROLES)}"
+        )
+    rest = {key: value for key, value in entry.items() if key not in (speaker, said)}
+    if role == "call":
+        calls = _parse_calls(entry[said], where)
+        return {**rest, "role": "assistant", "content": "", "tool_calls": calls}
+    return {**rest, "role": role, "content": entry[said]}
+
+
+def _parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Parse tool calls: JSON text of {"name", "arguments"}, or of a list of these."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(
+            f"{where} contains a tool call that is not valid JSON: {error}"
+        ) from error
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise CorruptSampleError(
+                f"{where} contains a tool call without a name: {truncate_repr(call)}"
+            )
+        if "arguments" not in call:
+            raise CorruptSampleError(f"{where} contains a call of {call['name']} without arguments")
+    return [{"type": "function", "function": call} for call in calls]
