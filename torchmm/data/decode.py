@@ -181,10 +181,10 @@ class StepDecoder(Dataset[DecodedStep]):
             self._images_to_decode(task_metas),
             strict=True,
         ):
-            opened = ReadCounter()
-            arguments = () if blank else (step, opened)
+            read_counter = ReadCounter()
+            arguments = () if blank else (step, read_counter)
             step.microbatches.append(self._balanced(packs, encoded, meta, images, *arguments))
-            step.read_bytes += opened.read_bytes
+            step.read_bytes += read_counter.read_bytes
         return step
 
     def _balanced(
@@ -194,7 +194,7 @@ class StepDecoder(Dataset[DecodedStep]):
         task_meta: MicrobatchMeta,
         images: Mapping[str, range],
         step: DecodedStep | None = None,
-        opened: ReadCounter | None = None,
+        read_counter: ReadCounter | None = None,
     ) -> BalancedMicrobatch:
         """Return the microbatch of the packs and the images that this rank reads for all ranks.
 
@@ -217,14 +217,14 @@ class StepDecoder(Dataset[DecodedStep]):
         for pack in packs:
             for item in pack:
                 flags = decoded.get(_item_key(item), _SampleFlags.none(item.meta))
-                sample = samples[_item_key(item)] = self._sample(item, flags, step, opened)
+                sample = samples[_item_key(item)] = self._sample(item, flags, step, read_counter)
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, selected, generated in encoded.samples:
             if _item_key(item) in local:
                 sample = samples[_item_key(item)]
             else:
-                sample = self._sample(item, decoded[_item_key(item)], step, opened)
+                sample = self._sample(item, decoded[_item_key(item)], step, read_counter)
             read.append_images(sample, item.meta, selected, generated)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
@@ -266,9 +266,9 @@ class StepDecoder(Dataset[DecodedStep]):
             images: Entry of `images_to_decode` for the microbatch.
         """
         step = DecodedStep([], {})
-        opened = ReadCounter()
-        step.microbatches.append(self._microbatch(packs, _DecodeFlags(images), step, opened))
-        step.read_bytes += opened.read_bytes
+        read_counter = ReadCounter()
+        step.microbatches.append(self._microbatch(packs, _DecodeFlags(images), step, read_counter))
+        step.read_bytes += read_counter.read_bytes
         return step
 
     def step_bytes(self, share: list[list[PackItems]] | BalancedRankSamples) -> int:
@@ -330,7 +330,7 @@ class StepDecoder(Dataset[DecodedStep]):
         packs: list[PackItems],
         flags: _DecodeFlags,
         step: DecodedStep | None = None,
-        opened: ReadCounter | None = None,
+        read_counter: ReadCounter | None = None,
     ) -> Microbatch:
         """Return the microbatch of these samples. Without `step`, all samples are masked."""
         row = MicrobatchBuilder(self._reader, flags.images)
@@ -339,7 +339,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 meta = item.meta
                 every = [True] * len(meta.images), [True] * len(meta.generated)
                 sample_flags = flags.next(AssignedSample(item, *every), self._reader.encoders)
-                row.append(self._sample(item, sample_flags, step, opened), meta)
+                row.append(self._sample(item, sample_flags, step, read_counter), meta)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
         return row.microbatch(packs, self._sequence_length)
@@ -349,7 +349,7 @@ class StepDecoder(Dataset[DecodedStep]):
         item: Item,
         flags: _SampleFlags,
         step: DecodedStep | None,
-        opened: ReadCounter | None,
+        read_counter: ReadCounter | None,
     ) -> DecodedSample:
         """Return a sample. It is masked if it is corrupt, or if `step` is None.
 
@@ -359,16 +359,16 @@ class StepDecoder(Dataset[DecodedStep]):
             step: Step that receives counts, and the reason if the sample is corrupt.
             opened: Counter of read bytes.
         """
-        if step is None or opened is None:
+        if step is None or read_counter is None:
             return self._blank(item, flags)
         try:
-            return self._decode(item, flags, step, opened)
+            return self._decode(item, flags, step, read_counter)
         except CorruptSampleError as error:
             step.corrupt[sample_name(item.meta)] = str(error)
             return self._blank(item, flags)
 
     def _decode(
-        self, item: Item, flags: _SampleFlags, step: DecodedStep, opened: ReadCounter
+        self, item: Item, flags: _SampleFlags, step: DecodedStep, read_counter: ReadCounter
     ) -> DecodedSample:
         """Return a decoded sample.
 
@@ -383,12 +383,12 @@ class StepDecoder(Dataset[DecodedStep]):
             record = source.read(item.meta.index)
         with record_errors_at(record.where):
             step.read_bytes += count_record_bytes(record.columns)
-            sample = reader.read(record, item.meta, opened)
+            sample = reader.read(record, item.meta, read_counter)
             meta = reader.meta(item.meta.source, item.meta.index, sample)
             if meta != item.meta:
                 raise CorruptSampleError(f"{CHANGED_MESSAGE}: {item.meta} -> {meta}")
             pixels = [
-                reader.pixels(file, image, opened) if decoded else None
+                reader.pixels(file, image, read_counter) if decoded else None
                 for file, image, decoded in zip(
                     sample.files, meta.images, flags.images, strict=True
                 )
@@ -397,7 +397,7 @@ class StepDecoder(Dataset[DecodedStep]):
             for file, drawn, context_end, decoded in zip(
                 sample.generated_files,
                 sample.generated,
-                sample.text.generated_at,
+                sample.text.target_positions,
                 flags.target_images,
                 strict=False,
             ):
@@ -405,7 +405,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 key = _noise_key(item, len(target_images))
                 if decoded:
                     target_images.append(
-                        reader.decode_target_image(file, drawn, context_end, key, opened)
+                        reader.decode_target_image(file, drawn, context_end, key, read_counter)
                     )
                 else:
                     target_images.append(
@@ -427,7 +427,7 @@ class StepDecoder(Dataset[DecodedStep]):
         """Return the positions of image tokens relative to the first placeholder."""
         if self._reader.text_spec.row_end_id is None:
             return np.arange(image.tokens)
-        _, _, columns = self._reader.medium(image).block(image)
+        _, _, columns = self._reader.medium(image).token_grid(image)
         return placeholder_offsets(image.tokens, columns)
 
     def rebuild(
@@ -632,7 +632,7 @@ def count_record_bytes(value: Any) -> int:
 
 def _decode_images(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     if isinstance(file, Tile):
-        return [file.of.image()] if file.number == 0 else []
+        return [file.parent.image()] if file.number == 0 else []
     if isinstance(file, VideoFrames):
         return file.images()
     return [decode_rgb(require_bytes(file), max_pixels)]

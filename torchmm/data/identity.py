@@ -66,19 +66,19 @@ class SamplesDigest:
             return
         ids = np.asarray(sample.text.ids, "<i4")
         self._hash.update(len(ids).to_bytes(8, "little") + ids.tobytes() + bytes(sample.text.loss))
-        clip = None
+        video = None
         for file in [*sample.files, *sample.generated_files]:
             if isinstance(file, Tile):
                 if file.number == 0:
-                    self._hash.update(file.of.data)
+                    self._hash.update(file.parent.data)
                 continue
             if not isinstance(file, VideoFrames):
                 self._hash.update(require_bytes(file))
                 continue
-            if file.clip is not clip:  # hash a video once for all frames
-                clip = file.clip
-                self._hash.update(clip.data)
-            self._hash.update(str(file.numbers).encode())
+            if file.video is not video:  # hash a video once for all frames
+                video = file.video
+                self._hash.update(video.data)
+            self._hash.update(str(file.frame_indices).encode())
 
     def hexdigest(self) -> str:
         """Return the digest of all added samples."""

@@ -148,7 +148,7 @@ class MicrobatchBuilder:
             read.grids_thw.append(medium.grid_thw(image))
             read.positions.append(first + start + token_offsets)
             if medium.spec.ends_lines:
-                _, rows, columns = medium.block(image)
+                _, rows, columns = medium.token_grid(image)
                 read.kept.append(kept or Kept(0, rows, 0, columns, 0))
         for target_image, is_selected in zip(sample.target_images, generated, strict=True):
             if is_selected:
@@ -203,9 +203,9 @@ class MicrobatchBuilder:
         if not read.pixels:
             image = replace(read.images[0], frames=1)
             empty = self._reader.medium(image).blank(image)
-            pixels = empty[None][:0] if medium.grouped else empty[:0]
+            pixels = empty[None][:0] if medium.is_stacked else empty[:0]
         else:
-            pixels = np.stack(read.pixels) if medium.grouped else np.concatenate(read.pixels)
+            pixels = np.stack(read.pixels) if medium.is_stacked else np.concatenate(read.pixels)
         patches_per_token = (
             medium.spec.patches_per_token if medium.spec.modality == "audio" else None
         )
@@ -221,7 +221,7 @@ class MicrobatchBuilder:
         )
 
     def _vision_block(self, start: int, image: ImageMeta) -> VisionBlock:
-        block = self._reader.medium(image).block(image)
+        block = self._reader.medium(image).token_grid(image)
         spec = self._reader.text_spec
         per_second = spec.tokens_per_second
         if per_second is None:

@@ -252,7 +252,7 @@ def test_loader_images_exclude_audio(make) -> None:
 
 def test_image_media_match_their_preprocessor() -> None:
     medium = open_media(CLIP, 10_000)
-    assert isinstance(medium, ImageMedia) and medium.grouped
+    assert isinstance(medium, ImageMedia) and medium.is_stacked
     meta = medium.meta(png(20, 30))
-    assert medium.grid_thw(meta) == (1, 2, 2) and medium.block(meta) == (1, 2, 2)
+    assert medium.grid_thw(meta) == (1, 2, 2) and medium.token_grid(meta) == (1, 2, 2)
     assert medium.pixels(png(20, 30), meta).shape == medium.blank(meta).shape == (3, 16, 16)

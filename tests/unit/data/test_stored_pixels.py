@@ -49,7 +49,7 @@ def test_stored_pixels_match_processor(case):
     ours = ImagePreprocessor(spec)
     assert ours._fixed is not None
     assert ours.byte_values is not None and ours._fixed._resizes == resizes
-    assert ours.stored(next(noise_images())).dtype == np.uint8
+    assert ours.stored_pixels(next(noise_images())).dtype == np.uint8
     for preprocessor in (ours, copy.deepcopy(ours)):
         for picture in noise_images():
             theirs = ours.processor(images=[picture], return_tensors="np")["pixel_values"][0]
@@ -104,8 +104,8 @@ def test_pixels_are_stored_as_bytes(spec):
     theirs = ImagePreprocessor(spec)
     theirs.byte_values = None  # the values of the processor
     for picture in noise_images(least=16):
-        stored = ours.stored(picture)
-        assert stored.dtype == np.uint8 and theirs.stored(picture).dtype == np.float32
+        stored = ours.stored_pixels(picture)
+        assert stored.dtype == np.uint8 and theirs.stored_pixels(picture).dtype == np.float32
         assert np.array_equal(ours.pixels(picture), theirs.pixels(picture))
     other = copy.deepcopy(ours)
     assert other.byte_values == ours.byte_values

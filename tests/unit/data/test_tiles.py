@@ -178,7 +178,7 @@ def test_several_tiled_images_are_consecutive(family, opened):
 def test_image_without_tiling_is_one_image(family, opened):
     names = {"internvl": "crop_to_patches", "gemma3": "do_pan_and_scan"}
     reader, _, _ = opened(family, recipe={names.get(family, "do_image_splitting"): False})
-    assert not reader.tiles
+    assert not reader.tiled_media
     assert len(ids_and_pixels(reader, png(90, 40))[1]) == 1
 
 

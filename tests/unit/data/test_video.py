@@ -53,7 +53,7 @@ def test_decoded_frames_match_written_frames(suffix: str) -> None:
     clip = VideoFile(make_video(20, suffix=suffix), PIXELS)
     assert (clip.frames, clip.width_px, clip.height_px) == (20, 48, 32)
     assert clip.duration_s == pytest.approx(2.0, abs=0.02)
-    assert clip.at_s(5) == pytest.approx(0.5, abs=0.01)
+    assert clip.frame_time_s(5) == pytest.approx(0.5, abs=0.01)
     found = [gray_value(image) for image in clip.select([3, 4, 19]).images()]
     expected = [gray_value(image) for image in pictures(20)]
     tolerance = 40 if suffix == "gif" else 5  # 256 colors
@@ -68,7 +68,7 @@ def test_seeking_decodes_same_frames_as_reading(monkeypatch: pytest.MonkeyPatch)
     assert len(clip._keys) > 10
     assert clip._key_ahead(clip._times[0], clip._times[150]) > clip._times[100]
     seeking = [np.asarray(image) for image in clip.decode(frames)]
-    monkeypatch.setattr(VideoFile, "_key_ahead", lambda *_: -1)
+    monkeypatch.setattr(VideoFile, "_keyframe_before", lambda *_: -1)
     assert all(
         (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(frames), strict=True)
     )
@@ -141,10 +141,10 @@ def test_patches_span_two_frames() -> None:
     medium, images = media(QWEN), pictures(5, 24, 16)
     meta = medium.parts(VideoFile(make_video(5, fps=2, width=24, height=16), PIXELS))[0].meta
     assert (meta.frames, meta.patches, meta.tokens, meta.duration_ms) == (2, 48, 12, 2500)
-    assert medium.grid_thw(meta) == (2, 4, 6) and medium.block(meta) == (2, 2, 3)
+    assert medium.grid_thw(meta) == (2, 4, 6) and medium.token_grid(meta) == (2, 2, 3)
     found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
     assert found.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
-    single = [ImagePreprocessor(QWEN).stored(image) for image in images]
+    single = [ImagePreprocessor(QWEN).stored_pixels(image) for image in images]
     halves = found.reshape(2, 24, 3, 2, 16)
     for frame, source in enumerate([0, 1, 2, 2]):  # the last frame is repeated
         expected = single[source].reshape(24, 3, 2, 16)[:, :, 0]
@@ -160,7 +160,7 @@ def test_frames_with_times_become_images() -> None:
     assert {(p.meta.frames, p.meta.tokens, p.meta.duration_ms) for p in parts} == {(1, 4, 500)}
     assert media(CLIP).pixels(parts[1].file, parts[1].meta).shape == (3, 16, 16)
     assert {part.before for part in media(CLIP, timestamps=False).parts(clip)} == {""}
-    single = ImagePreprocessor(CLIP).stored(clip.decode([10])[0])
+    single = ImagePreprocessor(CLIP).stored_pixels(clip.decode([10])[0])
     assert (media(CLIP).pixels(parts[2].file, parts[2].meta) == single).all()
 
 

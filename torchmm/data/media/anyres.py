@@ -35,23 +35,25 @@ MIN_DOWNSAMPLE_RATIO = 1.1
 class AnyResTiling(TilingScheme):
     """Tiling of `LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`."""
 
-    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
-        whole = Kept(0, self.rows, 0, self.rows, 0)
+    def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
+        all_tokens = Kept(0, self.rows, 0, self.rows, 0)
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
 
         # Select the best resolution of the processor within the limit on tiles.
         crop = self.processor.crop_size or self.processor.size
-        every = self.processor.image_grid_pinpoints
-        grids = {(y, x): (y // crop["height"], x // crop["width"]) for y, x in every}
-        fitting = [resolution for resolution in every if prod(grids[tuple(resolution)]) < most]
-        if not fitting:
+        resolutions = self.processor.image_grid_pinpoints
+        grids = {(y, x): (y // crop["height"], x // crop["width"]) for y, x in resolutions}
+        allowed = [
+            resolution for resolution in resolutions if prod(grids[tuple(resolution)]) < max_tiles
+        ]
+        if not allowed:
             # The model in transformers adds one line end after the only tile.
-            whole = whole._replace(line_ends=1)
-            place = np.arange(whole.tokens)
-            return TileGrid((prefix, suffix), {}, (whole,), (place,), (whole.tokens,))
-        settings = {} if len(fitting) == len(every) else {"image_grid_pinpoints": fitting}
-        tall, wide = grids[tuple(select_best_resolution((height_px, width_px), fitting))]
+            all_tokens = all_tokens._replace(line_ends=1)
+            positions = np.arange(all_tokens.tokens)
+            return TileGrid((prefix, suffix), {}, (all_tokens,), (positions,), (all_tokens.tokens,))
+        settings = {} if len(allowed) == len(resolutions) else {"image_grid_pinpoints": allowed}
+        tall, wide = grids[tuple(select_best_resolution((height_px, width_px), allowed))]
 
         # Find the tokens of all tiles without padding. Every line of tokens has an end.
         count: Any = LlavaNextProcessor._get_unpadded_features  # does not use `self`
@@ -63,8 +65,8 @@ class AnyResTiling(TilingScheme):
 
         # Shrink the features of large images.
         rows, columns = lines, length
-        if self.most_tiles:
-            ratio = sqrt(lines * length / (self.most_tiles * self.rows**2))
+        if self.max_anyres_tiles:
+            ratio = sqrt(lines * length / (self.max_anyres_tiles * self.rows**2))
             if ratio > MIN_DOWNSAMPLE_RATIO:
                 rows = int(lines // ratio)
                 columns = int(length // ratio)
@@ -77,13 +79,13 @@ class AnyResTiling(TilingScheme):
         return TileGrid(
             (prefix, *[()] * len(kept), suffix),
             settings,
-            (whole, *kept),
-            (np.arange(whole.tokens), *offsets),
-            (whole.tokens, total, *[0] * (len(kept) - 1)),
+            (all_tokens, *kept),
+            (np.arange(all_tokens.tokens), *offsets),
+            (all_tokens.tokens, total, *[0] * (len(kept) - 1)),
         )
 
-    def pixels(self, image: Image.Image, cut: TileGrid, raw: bool = False) -> np.ndarray:
-        return super().pixels(image, cut, raw)[: cut.tiles]
+    def pixels(self, image: Image.Image, grid: TileGrid, raw: bool = False) -> np.ndarray:
+        return super().pixels(image, grid, raw)[: grid.tiles]
 
     def _divide(
         self, box: Kept, tall: int, wide: int, rows: int, columns: int
@@ -138,9 +140,11 @@ def _axis_spans(low: int, high: int, after: int, tiles: int, side: int) -> list[
     for number in range(tiles):
         first, end = (min(max(x - number * side, 0), side) for x in (low, high))
         start = number * side + first - low
-        touched = np.flatnonzero(weights[:, start : start + end - first].any(axis=1))
+        contributing = np.flatnonzero(weights[:, start : start + end - first].any(axis=1))
         own = np.flatnonzero((begins >= start) & (begins < start + end - first))
-        to, begun = ((int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (touched, own))
+        to, started = (
+            (int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (contributing, own)
+        )
         last = end > first and start + end - first == high - low
-        spans.append(_AxisSpan(first, end, start, to, begun, last))
+        spans.append(_AxisSpan(first, end, start, to, started, last))
     return spans

@@ -45,7 +45,7 @@ class AudioPreprocessor:
         ConfigError: soundfile is not installed, or the extractor is unknown or does not match.
     """
 
-    grouped = False
+    is_stacked = False
     """Whether inputs are stacked. Patches of audio are concatenated."""
     byte_values = None
     """Mapping of uint8 inputs, which audio does not have."""
@@ -60,8 +60,8 @@ class AudioPreprocessor:
             )
         self._extractor = cls(**spec.processor)
         self._rate: int = self._extractor.sampling_rate
-        self._hears_waves = self._extractor.model_input_names[0] == "input_values"
-        hop = 1 if self._hears_waves else self._extractor.hop_length
+        self._takes_waveform = self._extractor.model_input_names[0] == "input_values"
+        hop = 1 if self._takes_waveform else self._extractor.hop_length
         self._hop = hop
         self._chunks = spec.sound_chunks or SoundChunks(spec.patch_size_px, 1, "patch")
         self._frames = spec.patch_size_px // hop
@@ -97,9 +97,9 @@ class AudioPreprocessor:
         samples = ceil(info.frames * self._rate / info.samplerate)
         group = self.spec.patches_per_token
         patches = self._patches(samples)
-        most = self.spec.max_patches
-        if most and samples > self._samples(most) + TOLERANCE_S * self._rate:
-            limit_s = self._samples(most) / self._rate
+        patch_limit = self.spec.max_patches
+        if patch_limit and samples > self._samples(patch_limit) + TOLERANCE_S * self._rate:
+            limit_s = self._samples(patch_limit) / self._rate
             raise BeyondLimitError(
                 f"audio longer than the limit of {limit_s:g} s of encoder {self.spec.encoder!r}",
                 f"audio of {samples / self._rate:.1f} s is longer than the limit of "
@@ -109,9 +109,9 @@ class AudioPreprocessor:
         if self._chunks.padding == "patch":  # round up to a full token
             pooled = max(1, patches // self.spec.pooled)
             patches = ceil(pooled / self.spec.merge**2) * group
-            most = most // group * group
-        if most:
-            patches = min(patches, most)
+            patch_limit = patch_limit // group * group
+        if patch_limit:
+            patches = min(patches, patch_limit)
         if patches < group:
             raise CorruptSampleError(f"audio of {samples} samples is too short for one token")
         duration_ms = round(1000 * min(samples, self._samples(patches)) / self._rate)
@@ -134,7 +134,7 @@ class AudioPreprocessor:
         """Return the patch grid as (frames, rows, columns)."""
         return 1, 1, meta.patches
 
-    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+    def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the grid of output tokens as (frames, rows, columns)."""
         return 1, 1, meta.tokens
 
@@ -146,24 +146,24 @@ class AudioPreprocessor:
         """
         samples = self._samples(meta.patches)
         wave_S = self._decode(data, samples)
-        if self._hears_waves and len(wave_S):  # normalize before padding
-            made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
-            wave_S = np.asarray(made["input_values"][0], np.float32)
+        if self._takes_waveform and len(wave_S):  # normalize before padding
+            normalized: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
+            wave_S = np.asarray(normalized["input_values"][0], np.float32)
         chunks = ceil(meta.patches / self._chunks.patches)
         if self._chunks.padding != "patch":
             samples = chunks * self._chunks.samples
         padded_S = np.zeros(samples, np.float32)
         padded_S[: len(wave_S)] = wave_S
-        if self._hears_waves:
+        if self._takes_waveform:
             return padded_S.reshape(meta.patches, -1)
         if self._chunks.padding == "silent":  # chunks have separate spectrograms
-            pieces = [self._spectrogram(piece_S) for piece_S in np.split(padded_S, chunks)]
-            frames_FM = np.concatenate(pieces)
+            chunk_frames_FM = [self._spectrogram(chunk_S) for chunk_S in np.split(padded_S, chunks)]
+            frames_FM = np.concatenate(chunk_frames_FM)
         else:
             frames_FM = self._spectrogram(padded_S)
         if self.spec.sound_chunks is None:
             return np.ascontiguousarray(frames_FM).reshape(meta.patches, -1)
-        return self._cut(frames_FM, meta.patches)
+        return self._split_patches(frames_FM, meta.patches)
 
     def _spectrogram(self, wave_S: np.ndarray) -> np.ndarray:
         """Return the mel spectrogram of a waveform: (F, M), float32."""
@@ -176,36 +176,36 @@ class AudioPreprocessor:
         )
         return np.asarray(outputs["input_features"][0], np.float32).T
 
-    def _cut(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
+    def _split_patches(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
         """Return the patches of all chunks, padded with zeros: (P, D), float32."""
         chunk_frames = self._chunks.samples // self._hop
         width = self._frames + self._chunks.overlap
-        cut_chunks = []
+        patches_by_chunk = []
         for chunk, start in enumerate(range(0, patches, self._chunks.patches)):
             count = min(patches - start, self._chunks.patches)
-            piece_FM = frames_FM[chunk * chunk_frames : (chunk + 1) * chunk_frames]
-            filled_FM = np.zeros((count * self._frames + self._chunks.overlap, piece_FM.shape[1]))
-            used = min(len(piece_FM), len(filled_FM))
-            filled_FM[:used] = piece_FM[:used]
-            cut_PMF = sliding_window_view(filled_FM, width, axis=0)[:: self._frames]
-            cut_chunks.append(cut_PMF.transpose(0, 2, 1).reshape(count, -1))
-        return np.concatenate(cut_chunks).astype(np.float32)
+            chunk_FM = frames_FM[chunk * chunk_frames : (chunk + 1) * chunk_frames]
+            padded_FM = np.zeros((count * self._frames + self._chunks.overlap, chunk_FM.shape[1]))
+            used = min(len(chunk_FM), len(padded_FM))
+            padded_FM[:used] = chunk_FM[:used]
+            windows_PMF = sliding_window_view(padded_FM, width, axis=0)[:: self._frames]
+            patches_by_chunk.append(windows_PMF.transpose(0, 2, 1).reshape(count, -1))
+        return np.concatenate(patches_by_chunk).astype(np.float32)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Return all-zero patches of the same shape."""
         width = (self._frames + self._chunks.overlap) * self._extractor.feature_size
         return np.zeros((meta.patches, width), np.float32)
 
-    def _decode(self, data: bytes, wanted: int) -> np.ndarray:
-        """Return at most `wanted` samples at the rate of the extractor: (S,), float32, mono."""
+    def _decode(self, data: bytes, max_samples: int) -> np.ndarray:
+        """Return at most `max_samples` mono samples at the rate of the extractor: (S,), float32."""
         import soundfile  # noqa: PLC0415 - an extra
         from scipy.signal import resample_poly  # noqa: PLC0415 - slow to import
 
         try:
-            with soundfile.SoundFile(io.BytesIO(data)) as sound:
-                rate = sound.samplerate
-                frames = ceil(wanted * rate / self._rate)
-                wave_SC = sound.read(frames, dtype="float32", always_2d=True)
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                rate = file.samplerate
+                frames = ceil(max_samples * rate / self._rate)
+                wave_SC = file.read(frames, dtype="float32", always_2d=True)
         except soundfile.LibsndfileError as error:
             raise CorruptSampleError(f"audio cannot be decoded: {error}") from error
         wave_S = wave_SC.mean(axis=1)
@@ -214,4 +214,4 @@ class AudioPreprocessor:
         if rate != self._rate and len(wave_S):
             shared = gcd(rate, self._rate)
             wave_S = resample_poly(wave_S, self._rate // shared, rate // shared)
-        return wave_S[:wanted].astype(np.float32)
+        return wave_S[:max_samples].astype(np.float32)

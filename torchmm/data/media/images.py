@@ -320,9 +320,9 @@ class ImagePreprocessor:
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Return the inputs of an RGB image without padding: (C, H, W) or (P, D), float32."""
-        return to_model_inputs(self.stored(image, limit_px), self.byte_values)
+        return to_model_inputs(self.stored_pixels(image, limit_px), self.byte_values)
 
-    def stored(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
+    def stored_pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Return the inputs in storage format, which is uint8 if `byte_values` is not None."""
         raw = self.byte_values is not None
         if self._layout is not None:

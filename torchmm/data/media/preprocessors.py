@@ -20,7 +20,7 @@ class MediaPreprocessor(Protocol):
     """Preprocessor of files to the inputs of one encoder."""
 
     spec: ImageSpec
-    grouped: bool
+    is_stacked: bool
     """Whether inputs have equal shapes and are stacked. Otherwise they are concatenated."""
 
     @property
@@ -36,7 +36,7 @@ class MediaPreprocessor(Protocol):
         """Return the patch grid as (frames, rows, columns)."""
         ...
 
-    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+    def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the grid of output tokens as (frames, rows, columns)."""
         ...
 
@@ -62,7 +62,7 @@ class ImageMedia:
 
     def __init__(self, spec: ImageSpec, max_pixels: int) -> None:
         self.spec = spec
-        self.grouped = spec.inputs == "fixed"
+        self.is_stacked = spec.inputs == "fixed"
         self.preprocessor = ImagePreprocessor(spec)
         self._max_pixels = max_pixels
         self._opened: OpenedImage | None = None
@@ -87,7 +87,7 @@ class ImageMedia:
         grid = self.preprocessor.grid(meta.width_px, meta.height_px)
         return 1, grid.rows, grid.columns
 
-    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+    def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the grid of output tokens as (frames, rows, columns)."""
         _, rows, columns = self.grid_thw(meta)
         return 1, rows // self.spec.merge, columns // self.spec.merge
@@ -98,7 +98,7 @@ class ImageMedia:
         self._opened = None
         if opened is None or opened.data is not data:
             opened = OpenedImage(data, self._max_pixels)
-        return self.preprocessor.stored(opened.rgb())
+        return self.preprocessor.stored_pixels(opened.rgb())
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Return all-zero inputs of the same shape."""

@@ -49,7 +49,7 @@ def max_text_characters(sequence_length: int) -> int:
 class TiledSegment(ImageSegment):
     """Image that is cut into tiles."""
 
-    marks: tuple[Marks, ...] = ()
+    markers: tuple[Marks, ...] = ()
     """Markers before, between and after the tiles."""
 
 
@@ -57,7 +57,7 @@ class TiledSegment(ImageSegment):
 class FramesSegment(VideoSegment):
     """Group of frames of a video."""
 
-    marks: tuple[Marks, ...] = ()
+    markers: tuple[Marks, ...] = ()
     """Markers before and after the frames."""
 
 
@@ -70,11 +70,11 @@ class EncodedSample:
     """Whether each token is a target."""
     image_starts: list[int]
     """Index of the first placeholder of each image or tile before the truncation."""
-    generated_at: list[int] = field(default_factory=list)
+    target_positions: list[int] = field(default_factory=list)
     """Number of tokens before each target image."""
     truncated: bool = False
     """Whether tokens beyond `sequence_length` were dropped."""
-    unfitting_tokens: int = 0
+    overflow_tokens: int = 0
     """Number of tokens, with markers, of the file before which the sample was truncated."""
 
     @property
@@ -134,11 +134,11 @@ class TextEncoder:
                     del out.ids[limit:], out.loss[limit:]
                     return replace(out, truncated=True)
             elif isinstance(piece, TargetImageSegment):
-                out.generated_at.append(len(out.ids))
+                out.target_positions.append(len(out.ids))
             else:
                 block, starts = self._image_block(piece, counts)
                 if len(out.ids) + len(block) > limit:
-                    return replace(out, truncated=True, unfitting_tokens=len(block))
+                    return replace(out, truncated=True, overflow_tokens=len(block))
                 out.image_starts.extend(len(out.ids) + start for start in starts)
                 _extend(out, block, loss=False)
         if sample.add_eos and spec.eos_token_id is not None:
@@ -201,22 +201,22 @@ class TextEncoder:
     def _split(self, segment: FileSegment) -> tuple[TextSegment, _ImageBlock, TextSegment]:
         """Split a file into the plain text before it, its tokens, and the plain text after it."""
         spec = self.spec
-        marks = [spec.image_prefix, spec.image_suffix]
+        markers = [spec.image_prefix, spec.image_suffix]
         if isinstance(segment, TiledSegment | FramesSegment):
-            marks = list(segment.marks)
+            markers = list(segment.markers)
         placeholder = spec.image_token_id
         if isinstance(segment, VideoSegment) and spec.video_token_id is not None:
             placeholder = spec.video_token_id
         if isinstance(segment, AudioSegment) and spec.sound_token_id is not None:
             placeholder = spec.sound_token_id
-            marks = [spec.sound_prefix, spec.sound_suffix]
+            markers = [spec.sound_prefix, spec.sound_suffix]
         assert placeholder is not None
         before = after = ""
-        if marks[0] and isinstance(marks[0][0], str):
-            before, marks[0] = marks[0][0], marks[0][1:]
-        if marks[-1] and isinstance(marks[-1][-1], str):
-            after, marks[-1] = marks[-1][-1], marks[-1][:-1]
-        block = _ImageBlock(placeholder, marks)
+        if markers[0] and isinstance(markers[0][0], str):
+            before, markers[0] = markers[0][0], markers[0][1:]
+        if markers[-1] and isinstance(markers[-1][-1], str):
+            after, markers[-1] = markers[-1][-1], markers[-1][:-1]
+        block = _ImageBlock(placeholder, markers)
         return TextSegment(before, loss=False), block, TextSegment(after, loss=False)
 
     def _image_block(
@@ -224,22 +224,26 @@ class TextEncoder:
     ) -> tuple[list[int], list[int]]:
         """Return the token ids of an image, and the index of the first placeholder of each tile."""
         row_end = self.spec.row_end_id
-        ids = self._encode_marks(block.marks[0])
+        ids = self._encode_markers(block.markers[0])
         starts = []
-        for marks in block.marks[1:]:
+        for markers in block.markers[1:]:
             starts.append(len(ids))
             tokens, columns = next(counts)
             placeholders = [block.placeholder] * tokens
             if row_end is not None:
                 row = [block.placeholder] * columns
                 placeholders = [*row, row_end] * (tokens // columns - 1) + row
-            ids += placeholders + self._encode_marks(marks)
+            ids += placeholders + self._encode_markers(markers)
         return ids, starts
 
-    def _encode_marks(self, marks: Marks) -> list[int]:
+    def _encode_markers(self, markers: Marks) -> list[int]:
         ids: list[int] = []
-        for mark in marks:
-            ids += [mark] if isinstance(mark, int) else self._encode_text(TextSegment(mark, False))
+        for marker in markers:
+            ids += (
+                [marker]
+                if isinstance(marker, int)
+                else self._encode_text(TextSegment(marker, False))
+            )
         return ids
 
 
@@ -248,7 +252,7 @@ class _ImageBlock(NamedTuple):
 
     placeholder: int
     """Token id of the placeholder."""
-    marks: list[Marks]
+    markers: list[Marks]
     """Markers before, between and after the tiles. Two entries for a single image."""
 
 

@@ -27,7 +27,7 @@ CROPS_TEXT = " and here are some crops to help you see better "
 class TileGrid(NamedTuple):
     """Tiling of one image."""
 
-    marks: tuple[Marks, ...]
+    markers: tuple[Marks, ...]
     """Markers before, between and after the tiles, one entry more than tiles."""
     settings: dict[str, Any]
     """Additional settings of the image processor that enforce a limit on tiles."""
@@ -41,7 +41,7 @@ class TileGrid(NamedTuple):
     @property
     def tiles(self) -> int:
         """Number of tiles."""
-        return len(self.marks) - 1
+        return len(self.markers) - 1
 
 
 class TilingScheme(ABC):
@@ -62,11 +62,11 @@ class TilingScheme(ABC):
         self.text = text
         self.vocabulary = vocabulary
 
-    most_tiles = 0
+    max_anyres_tiles = 0
     """See `TileSpec.most_tiles`."""
 
     @abstractmethod
-    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
+    def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
         """Return the tiling of an upright image.
 
         It is the tiling of the processor, for a lower resolution if the limit requires it.
@@ -77,9 +77,9 @@ class TilingScheme(ABC):
             most: Maximum number of tiles.
         """
 
-    def pixels(self, image: Image.Image, cut: TileGrid, raw: bool = False) -> np.ndarray:
+    def pixels(self, image: Image.Image, grid: TileGrid, raw: bool = False) -> np.ndarray:
         """Return the tiles of an RGB image: (tiles, C, H, W), float32, or uint8 if `raw` is set."""
-        settings = cut.settings | (RAW_SETTINGS if raw else {})
+        settings = grid.settings | (RAW_SETTINGS if raw else {})
         outputs = self.processor(images=[image], return_tensors="np", **settings)
         values = np.asarray(outputs["pixel_values"])
         values = to_uint8(values) if raw else np.asarray(values, np.float32)
@@ -93,11 +93,11 @@ class InternVLTiling(TilingScheme):
     `GotOcr2ImageProcessor` with `crop_to_patches` and `min_patches` to `max_patches` tiles.
     """
 
-    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
+    def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
         settings = {}
-        if most <= self.processor.max_patches:
+        if max_tiles <= self.processor.max_patches:
             # One tile is the thumbnail, unless the image has a single tile.
-            limit = max(1, most - 1)
+            limit = max(1, max_tiles - 1)
             settings = {
                 "max_patches": limit,
                 "min_patches": min(limit, self.processor.min_patches),
@@ -126,15 +126,15 @@ class Idefics3Tiling(TilingScheme):
         sizes_only = type(f"{kind.__name__}Sizes", (kind,), {"resize": _resize_shape})
         self._sizes = sizes_only(**processor.to_dict())
 
-    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
+    def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
         # Start with the resolution of the processor, then reduce tiles along the longer side.
         lower = range(-(-self._longest // self._side) - 1, 0, -1)
         for longest in (self._longest, *(self._side * tiles for tiles in lower)):
             rows, columns = self._grid(width_px, height_px, longest)
-            if rows * columns + 1 <= most:
+            if rows * columns + 1 <= max_tiles:
                 break
         settings = {} if longest == self._longest else {"size": {"longest_edge": longest}}
-        return TileGrid(self._marks(rows, columns), settings)
+        return TileGrid(self._make_markers(rows, columns), settings)
 
     def _grid(self, width_px: int, height_px: int, longest: int) -> tuple[int, int]:
         """Return rows and columns, which are 0 if the thumbnail is the only tile."""
@@ -145,18 +145,18 @@ class Idefics3Tiling(TilingScheme):
         _, rows, columns = self._sizes.split_images(image, self.processor.max_image_size)
         return rows, columns
 
-    def _marks(self, rows: int, columns: int) -> tuple[Marks, ...]:
+    def _make_markers(self, rows: int, columns: int) -> tuple[Marks, ...]:
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
         if rows * columns == 0:
             return prefix, suffix
-        marks: list[Marks] = []
+        markers: list[Marks] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 name = f"<row_{row}_col_{column}>"
                 line_feed = ("\n",) if column == 1 and row > 1 else ()
-                marks.append((*line_feed, prefix[0], self.vocabulary.get(name, name)))
-        return (*marks, ("\n\n", *prefix), suffix)
+                markers.append((*line_feed, prefix[0], self.vocabulary.get(name, name)))
+        return (*markers, ("\n\n", *prefix), suffix)
 
 
 def _resize_shape(processor: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
@@ -170,14 +170,14 @@ class PanAndScanTiling(TilingScheme):
     It is the `Gemma3ImageProcessor` with `do_pan_and_scan`.
     """
 
-    def cut(self, width_px: int, height_px: int, most: int) -> TileGrid:
+    def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
         settings: dict[str, Any] = {}
-        if most <= self.processor.pan_and_scan_max_num_crops:
+        if max_tiles <= self.processor.pan_and_scan_max_num_crops:
             # A single crop would repeat the image.
-            off = most < 3
-            settings = {"do_pan_and_scan": False} if off else {MAX_CROPS_KEY: most - 1}
+            off = max_tiles < 3
+            settings = {"do_pan_and_scan": False} if off else {MAX_CROPS_KEY: max_tiles - 1}
         crops = 0
         if settings.get("do_pan_and_scan", True):
             names = (
@@ -198,11 +198,11 @@ class PanAndScanTiling(TilingScheme):
 
 def join_markers(*parts: Marks) -> Marks:
     """Concatenate markers, and join adjacent text, which is tokenized together."""
-    marks: list[int | str] = []
-    for mark in (mark for part in parts for mark in part):
-        last = marks[-1] if marks else None
-        if isinstance(mark, str) and isinstance(last, str):
-            marks[-1] = last + mark
+    markers: list[int | str] = []
+    for marker in (marker for part in parts for marker in part):
+        last = markers[-1] if markers else None
+        if isinstance(marker, str) and isinstance(last, str):
+            markers[-1] = last + marker
         else:
-            marks.append(mark)
-    return tuple(marks)
+            markers.append(marker)
+    return tuple(markers)

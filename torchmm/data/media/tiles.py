@@ -61,13 +61,13 @@ class TiledMedia:
         processor = make_processor(encoder, spec.processor_class, spec.processor)
         rows = images.grid(0, 0).rows // images.spec.merge
         self.scheme = TILING_SCHEMES[spec.processor_class](processor, text, vocabulary, rows)
-        self.scheme.most_tiles = spec.most_tiles
+        self.scheme.max_anyres_tiles = spec.most_tiles
         self.images = images
         self.max_pixels = max_pixels
         probe = Image.new("RGB", (600, 200))
-        cut = self.scheme.cut(*probe.size, most=1000)
-        found = self.scheme.pixels(probe, cut).shape
-        wanted = (cut.tiles, *images.blank(*probe.size).shape)
+        grid = self.scheme.make_grid(*probe.size, max_tiles=1000)
+        found = self.scheme.pixels(probe, grid).shape
+        wanted = (grid.tiles, *images.blank(*probe.size).shape)
         if found != wanted:
             raise ConfigError(
                 f"encoder {encoder!r}: {spec.processor_class} returns tiles of shape {found} "
@@ -78,17 +78,19 @@ class TiledMedia:
         for size in ((600, 200), (90, 400), (70, 70)):
             if images.byte_values is None:
                 break
-            picture = noise_image(size)
-            cut = self.scheme.cut(*size, most=UNLIMITED)
-            stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
-            values = self.scheme.pixels(picture, cut)
+            tiled_image = noise_image(size)
+            grid = self.scheme.make_grid(*size, max_tiles=UNLIMITED)
+            stored = torch.from_numpy(self.scheme.pixels(tiled_image, grid, raw=True))
+            values = self.scheme.pixels(tiled_image, grid)
             if not np.array_equal(images.byte_values.look_up(stored).numpy(), values):
                 images.byte_values = None
 
     def open(self, data: bytes) -> TiledImage:
         """Read the header, and compute the tiling. May raise CorruptSampleError."""
         width, height = read_size(data, self.max_pixels)
-        return TiledImage(self, data, width, height, self.scheme.cut(width, height, UNLIMITED))
+        return TiledImage(
+            self, data, width, height, self.scheme.make_grid(width, height, UNLIMITED)
+        )
 
 
 @dataclass(frozen=True)
@@ -99,29 +101,31 @@ class TiledImage:
     data: bytes
     width_px: int
     height_px: int
-    cut: TileGrid
+    grid: TileGrid
 
-    def within(self, most: int) -> TiledImage:
-        """Return the image with at most `most` tiles."""
-        return replace(self, cut=self.media.scheme.cut(self.width_px, self.height_px, most))
+    def limit_tiles(self, max_tiles: int) -> TiledImage:
+        """Return the image with at most `max_tiles` tiles."""
+        return replace(
+            self, grid=self.media.scheme.make_grid(self.width_px, self.height_px, max_tiles)
+        )
 
     @property
     def metas(self) -> list[ImageMeta]:
         """Metadata of each tile."""
         meta = self.media.images.meta(self.width_px, self.height_px)
-        if self.cut.kept is None:
-            return [meta] * self.cut.tiles
-        return [replace(meta, tokens=kept.tokens) for kept in self.cut.kept]
+        if self.grid.kept is None:
+            return [meta] * self.grid.tiles
+        return [replace(meta, tokens=kept.tokens) for kept in self.grid.kept]
 
     @property
     def placeholders(self) -> list[int]:
         """Number of placeholders of each tile."""
-        return list(self.cut.placeholders or (meta.tokens for meta in self.metas))
+        return list(self.grid.placeholders or (meta.tokens for meta in self.metas))
 
     @property
     def tiles(self) -> list[Tile]:
         """Tiles in the order of their tokens."""
-        return [Tile(self, number) for number in range(self.cut.tiles)]
+        return [Tile(self, number) for number in range(self.grid.tiles)]
 
     def image(self) -> Image.Image:
         """Return the upright RGB image. May raise CorruptSampleError."""
@@ -131,51 +135,53 @@ class TiledImage:
     def pixels(self) -> np.ndarray:
         """Stored inputs of all tiles, (tiles, C, H, W). May raise CorruptSampleError."""
         raw = self.media.images.byte_values is not None
-        return self.media.scheme.pixels(self.image(), self.cut, raw)
+        return self.media.scheme.pixels(self.image(), self.grid, raw)
 
 
 @dataclass(frozen=True)
 class Tile:
     """Tile of an image."""
 
-    of: TiledImage
+    parent: TiledImage
     number: int
 
     def pixels(self) -> np.ndarray:
         """Return the inputs of the tile: (C, H, W). May raise CorruptSampleError."""
-        return self.of.pixels[self.number]
+        return self.parent.pixels[self.number]
 
     @property
     def kept(self) -> Kept | None:
         """Tokens of the tile that the LLM receives. None for all tokens."""
-        kept = self.of.cut.kept
+        kept = self.parent.grid.kept
         return kept[self.number] if kept is not None else None
 
     @property
     def placeholders(self) -> int:
         """Number of placeholders of the tile in the text."""
-        return self.of.placeholders[self.number]
+        return self.parent.placeholders[self.number]
 
     @property
     def token_offsets(self) -> np.ndarray:
         """Offsets of the tokens, relative to the first placeholder of the tile."""
-        if self.of.cut.token_offsets is None:
-            return np.arange(self.of.metas[self.number].tokens)
-        return self.of.cut.token_offsets[self.number]
+        if self.parent.grid.token_offsets is None:
+            return np.arange(self.parent.metas[self.number].tokens)
+        return self.parent.grid.token_offsets[self.number]
 
 
-def limit_total_tiles(pictures: Sequence[TiledImage], budget: int | None) -> list[TiledImage]:
+def limit_total_tiles(
+    images_of_sample: Sequence[TiledImage], budget: int | None
+) -> list[TiledImage]:
     """Return the images of a sample with at most `budget` tiles in total.
 
     All images have the same limit, the largest one within the budget. Each image has at least one
     tile, also if the sample has more images than the budget.
     """
-    cut = list(pictures)
-    most = 0 if budget is None else max(1, budget - len(cut) + 1)
-    while budget is not None and most and sum(each.cut.tiles for each in cut) > budget:
-        cut = [picture.within(most) for picture in pictures]
-        most -= 1
-    return cut
+    limited = list(images_of_sample)
+    max_tiles = 0 if budget is None else max(1, budget - len(limited) + 1)
+    while budget is not None and max_tiles and sum(each.grid.tiles for each in limited) > budget:
+        limited = [tiled_image.limit_tiles(max_tiles) for tiled_image in images_of_sample]
+        max_tiles -= 1
+    return limited
 
 
 UNLIMITED = 1 << 30

@@ -78,7 +78,7 @@ class VideoFile:
             raise ConfigError(f"videos in the data require PyAV; {install_command('video')}")
         self.data = data
         self._max_pixels = max_pixels
-        with self._opened() as (container, stream):
+        with self._open_stream() as (container, stream):
             packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
             if not packets or any(_timestamp(packet) is None for packet in packets):
                 raise CorruptSampleError(
@@ -97,23 +97,23 @@ class VideoFile:
         self.duration_s = float((shown + last) * self._unit_s)
         if not 0 < self.duration_s < MAX_DURATION_S:
             raise CorruptSampleError(f"video of {self.duration_s} seconds")
-        self._wanted: set[int] = set()
+        self._selected_frames: set[int] = set()
         first = self.decode([0])[0]
         self.width_px, self.height_px = first.size
 
-    def at_s(self, frame: int) -> float:
+    def frame_time_s(self, frame: int) -> float:
         """Return the time of a frame in seconds after the first frame."""
         return float((self._times[frame] - self._times[0]) * self._unit_s)
 
     def select(self, frames: Sequence[int]) -> VideoFrames:
         """Return a selection of frames. All selected frames are decoded together."""
-        self._wanted.update(frames)
+        self._selected_frames.update(frames)
         return VideoFrames(self, tuple(frames))
 
     @cached_property
     def decoded(self) -> dict[int, Image.Image]:
         """RGB images of all selected frames by frame number. May raise CorruptSampleError."""
-        frames = sorted(self._wanted)
+        frames = sorted(self._selected_frames)
         return dict(zip(frames, self.decode(frames), strict=True))
 
     def decode(self, frames: Sequence[int]) -> list[Image.Image]:
@@ -134,16 +134,16 @@ class VideoFile:
     def _decode(self, times: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
         """Return the first frame at or after each time, with the time of the frame."""
         decoded: list[tuple[int, Image.Image]] = []
-        with self._opened() as (container, stream):
+        with self._open_stream() as (container, stream):
             frames = container.decode(stream)
-            now, sought, frame = -1, -1, None
+            now, last_seek, frame = -1, -1, None
             for time in times:
                 while frame is None or now < time:
-                    key = self._key_ahead(now, time) if seek and frame is not None else -1
-                    if key > sought:
+                    key = self._keyframe_before(now, time) if seek and frame is not None else -1
+                    if key > last_seek:
                         container.seek(key, stream=stream)
                         frames = container.decode(stream)
-                        sought = key
+                        last_seek = key
                     frame = next(frames, None)
                     if frame is None:
                         raise CorruptSampleError(
@@ -155,7 +155,7 @@ class VideoFile:
                 decoded.append((now, self._rgb(frame)))
         return decoded
 
-    def _key_ahead(self, now: int, time: int) -> int:
+    def _keyframe_before(self, now: int, time: int) -> int:
         """Return the time of the last key frame before `time` if it is far ahead, else -1."""
         at = bisect_right(self._keys, time) - 1
         if at < 0:
@@ -181,7 +181,7 @@ class VideoFile:
         return image.rotate(90 * round(frame.rotation / 90), expand=True)
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[Any, Any]]:
+    def _open_stream(self) -> Iterator[tuple[Any, Any]]:
         import av  # noqa: PLC0415 - an extra
 
         try:
@@ -202,16 +202,20 @@ class VideoFile:
 class VideoFrames:
     """Selected frames of a video."""
 
-    clip: VideoFile
-    numbers: tuple[int, ...]
+    video: VideoFile
+    frame_indices: tuple[int, ...]
 
     def images(self) -> list[Image.Image]:
         """Return upright RGB images. May raise CorruptSampleError."""
-        return [self.clip.decoded[number] for number in self.numbers]
+        return [self.video.decoded[number] for number in self.frame_indices]
 
 
 def sample_frame_indices(
-    frames: int, duration_s: float, config: VideoConfig, group: int = 1, most: int | None = None
+    frames: int,
+    duration_s: float,
+    config: VideoConfig,
+    group: int = 1,
+    frame_limit: int | None = None,
 ) -> list[int]:
     """Return evenly spaced frame numbers of a video, in complete groups if possible.
 
@@ -225,9 +229,9 @@ def sample_frame_indices(
     Returns:
         At least one number, ascending.
     """
-    limit = min(config.max_frames, frames, most or frames)
-    wanted = min(max(duration_s * config.fps, config.min_frames), limit // group * group)
-    count = max(1, floor(wanted / group) * group)
+    limit = min(config.max_frames, frames, frame_limit or frames)
+    target = min(max(duration_s * config.fps, config.min_frames), limit // group * group)
+    count = max(1, floor(target / group) * group)
     return [number * frames // count for number in range(count)]
 
 
@@ -241,7 +245,7 @@ class VideoPart(NamedTuple):
 
     before: str
     """Text before the frames, for example their time."""
-    marks: tuple[Marks, ...]
+    markers: tuple[Marks, ...]
     """Markers before and after the frames. Empty if the part is the complete video."""
     file: VideoFrames
     meta: ImageMeta
@@ -262,7 +266,7 @@ class VideoMedia:
         self._images = images
         self._config = config
         self._group = images.frames_per_patch
-        self.grouped = self._group > 1
+        self.is_stacked = self._group > 1
         """Whether patches span several frames."""
 
     @property
@@ -270,52 +274,56 @@ class VideoMedia:
         """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         return self._images.byte_values
 
-    def parts(self, clip: VideoFile) -> list[VideoPart]:
+    def parts(self, video: VideoFile) -> list[VideoPart]:
         """Return the encoder inputs of a video, in order."""
         config = self._config
-        size = (clip.width_px, clip.height_px)
+        size = (video.width_px, video.height_px)
         fixed = self.spec.inputs == "fixed"
-        most = self._max_frames(clip)
-        numbers = sample_frame_indices(clip.frames, clip.duration_s, config, self._group, most)
-        groups = -(-len(numbers) // self._group)
+        frame_limit = self._max_frames(video)
+        frame_indices = sample_frame_indices(
+            video.frames, video.duration_s, config, self._group, frame_limit
+        )
+        groups = -(-len(frame_indices) // self._group)
         limit_px = 0 if fixed else max(1, config.max_pixels // (groups * self._group))
         meta = self._images.meta(*size, limit_px)
-        if self.grouped and not self.spec.splits_clips:
+        if self.is_stacked and not self.spec.splits_clips:
             meta = replace(
                 meta,
                 patches=groups * meta.patches,
                 tokens=groups * meta.tokens,
                 frames=groups,
-                duration_ms=_to_ms(clip.duration_s),
+                duration_ms=_to_ms(video.duration_s),
             )
-            return [VideoPart("", (), clip.select(numbers), meta)]
-        meta = replace(meta, duration_ms=_to_ms(clip.duration_s / groups))
+            return [VideoPart("", (), video.select(frame_indices), meta)]
+        meta = replace(meta, duration_ms=_to_ms(video.duration_s / groups))
         return [
-            self._part(clip, shown, meta, shown[0] == numbers[0], shown[-1] == numbers[-1])
-            for shown in _split_groups(numbers, self._group)
+            self._part(
+                video, shown, meta, shown[0] == frame_indices[0], shown[-1] == frame_indices[-1]
+            )
+            for shown in _split_groups(frame_indices, self._group)
         ]
 
-    def count_dropped_frames(self, clip: VideoFile) -> int:
+    def count_dropped_frames(self, video: VideoFile) -> int:
         """Return the number of frames at `fps` that are not read because of other limits."""
-        at_rate = int(min(clip.duration_s * self._config.fps, clip.frames))
-        return max(0, at_rate - self._max_frames(clip))
+        at_rate = int(min(video.duration_s * self._config.fps, video.frames))
+        return max(0, at_rate - self._max_frames(video))
 
-    def _max_frames(self, clip: VideoFile) -> int:
+    def _max_frames(self, video: VideoFile) -> int:
         config = self._config
         if self.spec.inputs != "fixed":
             return config.max_frames
         # Frames of a fixed size cannot be downscaled.
-        grid = self._images.grid(clip.width_px, clip.height_px)
+        grid = self._images.grid(video.width_px, video.height_px)
         frame_px = grid.rows * grid.columns * self.spec.patch_size_px**2
         return min(config.max_frames, max(1, config.max_pixels // frame_px))
 
     def _part(
-        self, clip: VideoFile, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
+        self, video: VideoFile, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
     ) -> VideoPart:
         """Return the input of a frame or a group of frames, with its time."""
         text = self._text
-        first_s = clip.at_s(shown[0])
-        mean_s = (first_s + clip.at_s(shown[-1])) / 2
+        first_s = video.frame_time_s(shown[0])
+        mean_s = (first_s + video.frame_time_s(shown[-1])) / 2
         written = text.clip.group if self._config.timestamps else "{frames}"
         before, after = (
             text_around.format(first_s=first_s, whole_s=int(first_s), mean_s=mean_s)
@@ -329,14 +337,14 @@ class VideoMedia:
             prefix = text.clip.prefix + prefix
         if last:
             suffix += text.clip.suffix
-        return VideoPart(before, (prefix, suffix), clip.select(shown), meta)
+        return VideoPart(before, (prefix, suffix), video.select(shown), meta)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the patch grid as (frames, rows, columns)."""
         grid = self._images.grid(meta.width_px, meta.height_px, meta.frame_pixels)
         return meta.frames, grid.rows, grid.columns
 
-    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+    def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the grid of output tokens as (frames, rows, columns)."""
         frames, rows, columns = self.grid_thw(meta)
         return frames, rows // self.spec.merge, columns // self.spec.merge
@@ -350,8 +358,8 @@ class VideoMedia:
         Raises:
             CorruptSampleError: The frames cannot be decoded.
         """
-        images = [self._images.stored(image, meta.frame_pixels) for image in file.images()]
-        if not self.grouped:
+        images = [self._images.stored_pixels(image, meta.frame_pixels) for image in file.images()]
+        if not self.is_stacked:
             return images[0]
         images += [images[-1]] * (meta.frames * self._group - len(images))
         # A patch of an image contains the frame several times, by color.
@@ -365,11 +373,11 @@ class VideoMedia:
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Return all-zero inputs of the same shape."""
         frame = self._images.blank(meta.width_px, meta.height_px, meta.frame_pixels)
-        return np.concatenate([frame] * meta.frames) if self.grouped else frame
+        return np.concatenate([frame] * meta.frames) if self.is_stacked else frame
 
 
-def _split_groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [numbers[at : at + size] for at in range(0, len(numbers), size)]
+def _split_groups(frame_indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [frame_indices[at : at + size] for at in range(0, len(frame_indices), size)]
 
 
 def _to_ms(duration_s: float) -> int:

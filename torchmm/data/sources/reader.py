@@ -137,13 +137,13 @@ class SampleReader:
             for kind in ("image", "audio")
         }
         self._readers["video"] = self._readers["image"]
-        self.clips = {
+        self.video_media = {
             name: VideoMedia(medium.preprocessor, data.video, text_spec)
             for name, medium in self.media.items()
             if isinstance(medium, ImageMedia)
         }
         vocabulary = tokenizer.get_vocab()
-        self.tiles = {
+        self.tiled_media = {
             name: TiledMedia(
                 medium.spec.tiles, medium.preprocessor, text_spec, vocabulary, data.max_image_pixels
             )
@@ -158,12 +158,15 @@ class SampleReader:
         self._max_images = data.max_images_per_sample
         self._max_bytes = int(data.max_file_mb * 1e6)
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
-        self._unfitting = ImageMeta(0, 0, 0, sequence_length + 1)
+        self._oversized_meta = ImageMeta(0, 0, 0, sequence_length + 1)
         """Size of images that did not fit into a sample, whose sizes are not in the index."""
         self._chat = LimitedTemplate(ChatTemplate(tokenizer, text_spec.around_sounds))
 
     def read(
-        self, record: Record, known: SampleMeta | None = None, opened: ReadCounter | None = None
+        self,
+        record: Record,
+        index_meta: SampleMeta | None = None,
+        read_counter: ReadCounter | None = None,
     ) -> MeasuredSample:
         """Parse a record, check headers of files, tokenize and truncate.
 
@@ -178,10 +181,10 @@ class SampleReader:
             BeyondLimitError: The sample is valid, but exceeds a limit.
         """
         with record_errors_at(record.where):
-            return self._read(record, known, opened or ReadCounter())
+            return self._read(record, index_meta, read_counter or ReadCounter())
 
     def _read(
-        self, record: Record, known: SampleMeta | None, opened: ReadCounter
+        self, record: Record, index_meta: SampleMeta | None, read_counter: ReadCounter
     ) -> MeasuredSample:
         dropped: Counter[str] = Counter()
         sample, dropped[EXTRA_IMAGES] = limit_images(
@@ -194,21 +197,21 @@ class SampleReader:
             targets = sum(isinstance(s, TargetImageSegment) for s in sample.segments)
             dropped[UNREAD_TARGETS] = targets
             sample = drop_target_images(sample)
-        sample, files, metas = self._open_files(sample, known, opened, dropped)
+        sample, files, metas = self._open_files(sample, index_meta, read_counter, dropped)
         columns: list[int] = []
         if self.text_spec.row_end_id is not None:
-            columns = [self._columns(image) for image in metas]
+            columns = [self._count_columns(image) for image in metas]
         text = self._text.encode(sample, count_placeholders(files, metas), columns)
-        generated, generated_files = self._measure_generated(sample, text, known, opened)
+        generated, generated_files = self._measure_generated(sample, text, index_meta, read_counter)
         if not any(text.loss[1:]) and not generated:
-            raise self._without_targets(text, files, dropped[EXTRA_IMAGES])
+            raise self._no_targets_error(text, files, dropped[EXTRA_IMAGES])
         dropped[TRUNCATED_SAMPLES] = int(text.truncated)
         kept = len(text.image_starts)
         return MeasuredSample(
             text, metas[:kept], files[:kept], generated, generated_files, dict(+dropped)
         )
 
-    def _without_targets(
+    def _no_targets_error(
         self, text: EncodedSample, files: Sequence[EncodedFile], dropped_images: int
     ) -> CorruptSampleError:
         """Return the error of a sample without text in the loss.
@@ -218,36 +221,36 @@ class SampleReader:
             files: Images, tiles, frames and audio before truncation.
             dropped_images: Number of images beyond `data.max_images_per_sample`.
         """
-        nothing = f"no text in the loss in the first {len(text.ids)} tokens"
+        reason = f"no text in the loss in the first {len(text.ids)} tokens"
         length = f"training.sequence_length = {self._text.sequence_length:,}"
-        if text.unfitting_tokens:
-            kind, remedy = self._shorter(files[len(text.image_starts)])
+        if text.overflow_tokens:
+            kind, fix = self._shortening_advice(files[len(text.image_starts)])
             return BeyondLimitError(
                 f"{kind} too large for training.sequence_length",
-                f"{nothing}: the next {kind} has {text.unfitting_tokens:,} tokens with its "
-                f"markers, more than fit in {length}; raise it, or {remedy}",
+                f"{reason}: the next {kind} has {text.overflow_tokens:,} tokens with its "
+                f"markers, more than fit in {length}; raise it, or {fix}",
             )
         if text.truncated:
             return BeyondLimitError(
                 "no text in the loss within training.sequence_length",
-                f"{nothing}: the text was truncated at {length}; raise it, or shorten the prompt",
+                f"{reason}: the text was truncated at {length}; raise it, or shorten the prompt",
             )
         if dropped_images:
             return BeyondLimitError(
                 "no text in the loss before the images beyond data.max_images_per_sample",
-                f"{nothing}: {dropped_images} images are beyond data.max_images_per_sample = "
+                f"{reason}: {dropped_images} images are beyond data.max_images_per_sample = "
                 f"{self._max_images}, and the sample is truncated before them; raise the limit",
             )
-        return CorruptSampleError(f"{nothing}: the sample has no text in the loss")
+        return CorruptSampleError(f"{reason}: the sample has no text in the loss")
 
-    def _shorter(self, file: EncodedFile) -> tuple[str, str]:
+    def _shortening_advice(self, file: EncodedFile) -> tuple[str, str]:
         """Return the type of a file and advice on how it uses fewer tokens."""
         if isinstance(file, VideoFrames | VideoSegment):
             return "video", "lower data.video.max_frames or data.video.max_pixels"
         name = self.encoders[0]
         processor: Any = None
         if isinstance(file, Tile):
-            media = file.of.media
+            media = file.parent.media
             name, processor = media.images.spec.encoder, media.scheme.processor
         elif isinstance(medium := self.media[name], ImageMedia):
             processor = medium.preprocessor.processor
@@ -260,16 +263,16 @@ class SampleReader:
         smaller = "use an encoder or connector with fewer tokens per image"
         return "image", f"lower {' or '.join(advice)}" if advice else smaller
 
-    def _columns(self, image: ImageMeta) -> int:
-        if image is self._unfitting:
+    def _count_columns(self, image: ImageMeta) -> int:
+        if image is self._oversized_meta:
             return 1
-        return self.medium(image).block(image)[2]
+        return self.medium(image).token_grid(image)[2]
 
     def _open_files(
         self,
         sample: Sample,
-        known: SampleMeta | None,
-        opened: ReadCounter,
+        index_meta: SampleMeta | None,
+        read_counter: ReadCounter,
         dropped: Counter[str],
     ) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
         """Return the sample with expanded videos and tiles, its files and their metadata.
@@ -283,79 +286,89 @@ class SampleReader:
         segments: list[Segment] = []
         files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
-        clips: dict[Any, VideoFile] = {}  # decoded once for all encoders
-        tiled = self._cut(sample, opened)
+        videos: dict[Any, VideoFile] = {}  # decoded once for all encoders
+        tiled = self._tile_images(sample, read_counter)
         for number, segment in enumerate(sample.segments):
             if number in tiled:
                 assert isinstance(segment, ImageSegment) and segment.encoder is not None
-                picture = tiled[number]
-                segments.append(TiledSegment(encoder=segment.encoder, marks=picture.cut.marks))
-                files += picture.tiles
-                metas += [self._named(meta, segment.encoder) for meta in picture.metas]
+                tiled_image = tiled[number]
+                segments.append(
+                    TiledSegment(encoder=segment.encoder, markers=tiled_image.grid.markers)
+                )
+                files += tiled_image.tiles
+                metas += [self._with_encoder(meta, segment.encoder) for meta in tiled_image.metas]
                 continue
             if isinstance(segment, VideoSegment):
                 key = segment.data, segment.path
-                if key not in clips:
-                    clips[key] = VideoFile(opened.read(segment, self._max_bytes), self.max_pixels)
-                self._open_clip(segment, clips[key], segments, files, metas)
+                if key not in videos:
+                    videos[key] = VideoFile(
+                        read_counter.read(segment, self._max_bytes), self.max_pixels
+                    )
+                self._append_video(segment, videos[key], segments, files, metas)
                 assert segment.encoder is not None
-                unread = self.clips[segment.encoder].count_dropped_frames(clips[key])
+                unread = self.video_media[segment.encoder].count_dropped_frames(videos[key])
                 dropped[EXTRA_FRAMES] += unread
                 continue
             segments.append(segment)
             if isinstance(segment, FileSegment):
-                if known is None:
-                    data = opened.read(segment, self._max_bytes)
+                if index_meta is None:
+                    data = read_counter.read(segment, self._max_bytes)
                     files.append(data)
                     metas.append(self._measure(segment, data))
                 else:
                     files.append(segment)
-                    fits = len(metas) < len(known.images)  # truncation keeps the first images
-                    metas.append(known.images[len(metas)] if fits else self._unfitting)
+                    fits = len(metas) < len(index_meta.images)  # truncation keeps the first images
+                    metas.append(index_meta.images[len(metas)] if fits else self._oversized_meta)
         return replace(sample, segments=tuple(segments)), files, metas
 
     def _measure(self, segment: FileSegment, data: bytes) -> ImageMeta:
         """Return the metadata of an image or audio file."""
         assert segment.encoder is not None
-        return self._named(self.media[segment.encoder].meta(data), segment.encoder)
+        return self._with_encoder(self.media[segment.encoder].meta(data), segment.encoder)
 
-    def _open_clip(
+    def _append_video(
         self,
         segment: VideoSegment,
-        clip: VideoFile,
+        video: VideoFile,
         segments: list[Segment],
         files: list[EncodedFile],
         metas: list[ImageMeta],
     ) -> None:
         """Append a video, or its frames or groups of frames with their times."""
         assert segment.encoder is not None
-        medium = self.clips[segment.encoder]
-        kind = FramesSegment if medium.grouped else TiledSegment
-        for part in medium.parts(clip):
+        medium = self.video_media[segment.encoder]
+        kind = FramesSegment if medium.is_stacked else TiledSegment
+        for part in medium.parts(video):
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
-            frames = kind(encoder=segment.encoder, marks=part.marks)
-            segments.append(frames if part.marks else segment)
+            frames = kind(encoder=segment.encoder, markers=part.markers)
+            segments.append(frames if part.markers else segment)
             files.append(part.file)
-            metas.append(self._named(part.meta, segment.encoder))
+            metas.append(self._with_encoder(part.meta, segment.encoder))
 
-    def _cut(self, sample: Sample, opened: ReadCounter) -> dict[int, TiledImage]:
+    def _tile_images(self, sample: Sample, read_counter: ReadCounter) -> dict[int, TiledImage]:
         """Return the images that are cut into tiles, by segment index."""
-        pictures = {
-            number: self.tiles[segment.encoder].open(opened.read(segment, self._max_bytes))
+        tiled_images = {
+            number: self.tiled_media[segment.encoder].open(
+                read_counter.read(segment, self._max_bytes)
+            )
             for number, segment in enumerate(sample.segments)
-            if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
+            if isinstance(segment, ImageSegment) and segment.encoder in self.tiled_media
         }
         return dict(
-            zip(pictures, limit_total_tiles([*pictures.values()], self._max_tiles), strict=True)
+            zip(
+                tiled_images,
+                limit_total_tiles([*tiled_images.values()], self._max_tiles),
+                strict=True,
+            )
         )
 
-    def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
+    def _with_encoder(self, meta: ImageMeta, encoder: str) -> ImageMeta:
         # Only with several encoders, so that metadata is equal for most models.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
     def pixels(
-        self, file: EncodedFile, image: ImageMeta, opened: ReadCounter | None = None
+        self, file: EncodedFile, image: ImageMeta, read_counter: ReadCounter | None = None
     ) -> np.ndarray:
         """Decode a file of a sample to encoder inputs (`EncoderInputs.pixels`).
 
@@ -369,13 +382,13 @@ class SampleReader:
         """
         name = image.encoder or self.encoders[0]
         if isinstance(file, FileSegment):
-            data = (opened or ReadCounter()).read(file, self._max_bytes)
+            data = (read_counter or ReadCounter()).read(file, self._max_bytes)
             measured = self._measure(file, data)
             if measured != image:
                 raise CorruptSampleError(f"{CHANGED_MESSAGE}: {image} -> {measured}")
             return self.media[name].pixels(data, image)
         if isinstance(file, VideoFrames):
-            return self.clips[name].pixels(file, image)
+            return self.video_media[name].pixels(file, image)
         if isinstance(file, Tile):
             return file.pixels()
         return self.media[name].pixels(file, image)
@@ -383,27 +396,33 @@ class SampleReader:
     def medium(self, image: ImageMeta) -> MediaPreprocessor | VideoMedia:
         """Return the preprocessor of an image, audio file or video."""
         name = image.encoder or self.encoders[0]
-        # Audio also has a duration, but audio encoders have no entry in `clips`.
-        return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
+        # Audio also has a duration, but audio encoders have no entry in `video_media`.
+        return (
+            self.video_media.get(name, self.media[name]) if image.duration_ms else self.media[name]
+        )
 
     def _measure_generated(
-        self, sample: Sample, text: EncodedSample, known: SampleMeta | None, opened: ReadCounter
+        self,
+        sample: Sample,
+        text: EncodedSample,
+        index_meta: SampleMeta | None,
+        read_counter: ReadCounter,
     ) -> tuple[list[GeneratedMeta], list[bytes | FileSegment]]:
         """Return sizes and files of target images that were not truncated."""
         segments = [s.file for s in sample.segments if isinstance(s, TargetImageSegment)]
         metas: list[GeneratedMeta] = []
         files: list[bytes | FileSegment] = []
-        for segment, context_end in zip(segments, text.generated_at, strict=False):
+        for segment, context_end in zip(segments, text.target_positions, strict=False):
             assert self.target_preprocessor is not None
             if context_end == 0:
                 raise CorruptSampleError("there is no text before the target image")
-            if known is None:
-                data = opened.read(segment, self._max_bytes)
+            if index_meta is None:
+                data = read_counter.read(segment, self._max_bytes)
                 files.append(data)
                 grid_thw = self.target_preprocessor.grid(data)
-            elif len(metas) < len(known.generated):
+            elif len(metas) < len(index_meta.generated):
                 files.append(segment)
-                grid_thw = known.generated[len(metas)].grid_thw
+                grid_thw = index_meta.generated[len(metas)].grid_thw
             else:
                 raise CorruptSampleError(f"{CHANGED_MESSAGE}: it has more target images")
             metas.append(GeneratedMeta(grid_thw, self.target_preprocessor.context(context_end)))
@@ -415,7 +434,7 @@ class SampleReader:
         meta: GeneratedMeta,
         context_end: int,
         key: NoiseKey,
-        opened: ReadCounter,
+        read_counter: ReadCounter,
     ) -> TargetImage:
         """Decode a target image. See `TargetImagePreprocessor.decode` for the arguments.
 
@@ -423,7 +442,7 @@ class SampleReader:
             CorruptSampleError: The file cannot be decoded, or its sizes differ.
         """
         assert self.target_preprocessor is not None
-        data = file if isinstance(file, bytes) else opened.read(file, self._max_bytes)
+        data = file if isinstance(file, bytes) else read_counter.read(file, self._max_bytes)
         grid_thw = self.target_preprocessor.grid(data)
         if grid_thw != meta.grid_thw:
             raise CorruptSampleError(

@@ -141,7 +141,7 @@ class _Shown(NamedTuple):
             for picture in clip.decode(range(start, min(start + 100, clip.frames))):
                 picture.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
                 pictures.append(picture)
-        times_s = [clip.at_s(number) for number in range(clip.frames)]
+        times_s = [clip.frame_time_s(number) for number in range(clip.frames)]
         return _Shown(times_s, pictures, clip.duration_s)
 
     def at(self, time_s: float) -> Image.Image:

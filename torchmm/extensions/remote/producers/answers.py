@@ -190,7 +190,7 @@ class _Expected:
             raise ValueError(text)
         found = []
         for value, image, sample in zip(values, images, samples, strict=True):
-            _, rows, columns = self._decoder.reader.medium(image).block(image)
+            _, rows, columns = self._decoder.reader.medium(image).token_grid(image)
             blank = sample_name(sample) in corrupt  # `_compare` checks the rectangle
             if not blank and not _is_kept(value, image, rows, columns, len(images)):
                 raise ValueError(f"part {name!r}: kept = {_short(value)} is not a part of a tile")
