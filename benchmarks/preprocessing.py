@@ -35,9 +35,14 @@ from transformers import PreTrainedTokenizerFast
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader
-from torchmm.extensions.remote.producers.calls import Server, connect
-from torchmm.extensions.remote.producers.messages import SCHEMA, Message, from_arrow, to_arrow
+from torchmm.extensions.remote.producers.rpc import FlightServer, connect_client
 from torchmm.extensions.remote.producers.server import open_producer
+from torchmm.extensions.remote.producers.wire_format import (
+    SCHEMA,
+    TensorMessage,
+    decode_message,
+    encode_message,
+)
 from torchmm.recipe.data_section import DataConfig, ProducersConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -171,10 +176,10 @@ def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]
     return rows
 
 
-class Sender(Server):
+class Sender(FlightServer):
     """Flight server that sends the same message several times."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: TensorMessage) -> None:
         super().__init__("127.0.0.1:0")
         self._message = message
 
@@ -183,12 +188,16 @@ class Sender(Server):
     ) -> flight.GeneratorStream:
         """Return the number of messages that the ticket specifies."""
         count = int(ticket.ticket)
-        return flight.GeneratorStream(SCHEMA, (to_arrow(self._message, 0) for _ in range(count)))
+        return flight.GeneratorStream(
+            SCHEMA, (encode_message(self._message, 0) for _ in range(count))
+        )
 
 
 def send(told: Connection, count: int, by_flight: bool) -> None:
     """Run the sending process: report its port, send, and report its CPU seconds."""
-    message = Message({"part": "vision"}, {"pixels": torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)})
+    message = TensorMessage(
+        {"part": "vision"}, {"pixels": torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)}
+    )
     if by_flight:
         sender = Sender(message)
         told.send(sender.port)
@@ -214,10 +223,10 @@ def sending_s(count: int, by_flight: bool) -> float:
     port = told.recv()
     begin_s = time.process_time()
     if by_flight:
-        client = connect(f"127.0.0.1:{port}", None, 2 * MESSAGE_BYTES)
+        client = connect_client(f"127.0.0.1:{port}", None, 2 * MESSAGE_BYTES)
         stream = client.do_get(flight.Ticket(str(count).encode()))
         received = sum(
-            from_arrow(stream.read_chunk()).tensors["pixels"].nbytes for _ in range(count)
+            decode_message(stream.read_chunk()).tensors["pixels"].nbytes for _ in range(count)
         )
     else:
         with Client(("127.0.0.1", port)) as connection:

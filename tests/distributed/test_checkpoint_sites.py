@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
+from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager

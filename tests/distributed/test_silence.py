@@ -46,7 +46,7 @@ STEPS = (
 FINAL_STEPS = (
     "torchmm.models.hf.export:_save",
     "torchmm.training.tracking.recorder:plot_loss",
-    "torchmm.extensions.reports.page.pages:try_write_page",
+    "torchmm.extensions.reports.page.html_pages:try_write_page",
 )
 EXPORT = (
     "torchmm.training.export.checkpoint:read_checkpoint_recipe",
@@ -61,7 +61,7 @@ EVALUATE = ("torchmm.extensions.evaluation.hf_generation:generate_held_out_text"
 INSPECT = (
     "torchmm.extensions.reports.inspection.findings:recipe_model",
     "torchmm.extensions.reports.inspection.findings:Inspector.inspect",
-    "torchmm.extensions.reports.inspection.page:write_page",
+    "torchmm.extensions.reports.inspection.html_report:write_data_report",
 )
 PLAN = (
     "torchmm.balance.search.search:StepSample",

@@ -14,7 +14,12 @@ from ports import free_port
 from pyarrow import flight
 from tiny_recipe import ROOT, arguments, records, tiny_recipe, weights
 
-from torchmm.extensions.remote.producers.messages import SCHEMA, TEXT, from_arrow, to_arrow
+from torchmm.extensions.remote.producers.wire_format import (
+    SCHEMA,
+    TEXT_PART,
+    decode_message,
+    encode_message,
+)
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.run import train
 
@@ -63,10 +68,10 @@ class WrongProducer(flight.FlightServerBase):
     def _changed(self, stream):
         for chunk in stream:
             values = json.loads(chunk.app_metadata.to_pybytes())
-            message = from_arrow(chunk)
-            if message.values["part"] == TEXT:
+            message = decode_message(chunk)
+            if message.values["part"] == TEXT_PART:
                 message.tensors["input_ids_T"] += 10**6
-            yield to_arrow(message, values["microbatch"])
+            yield encode_message(message, values["microbatch"])
 
 
 def _run(arguments: list[str]) -> tuple[int, str]:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.common.errors import PeerError
 from torchmm.common.rng import restore_rng, seed_everything
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
+from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
 from torchmm.parallel.health.peers import is_peer_trouble
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager

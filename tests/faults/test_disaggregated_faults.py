@@ -19,7 +19,7 @@ from test_train_faults import process_of, wait_for_step
 from tiny_recipe import arguments, records, weights
 
 from torchmm.common.errors import DataError, PeerError
-from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE
+from torchmm.extensions.remote.producers.rpc import TOKEN_VARIABLE
 from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow

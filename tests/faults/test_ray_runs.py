@@ -19,8 +19,8 @@ from test_train_faults import parent_of, process_of
 from tiny_recipe import arguments, records, weights
 from undisturbed_run import wait_for_step
 
-from torchmm.extensions.remote.producers.calls import connect
-from torchmm.extensions.remote.producers.registry import Reported, ask_registry
+from torchmm.extensions.remote.producers.registry import ProducerStatus, list_producers
+from torchmm.extensions.remote.producers.rpc import connect_client
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
@@ -29,8 +29,8 @@ CHANGES = {"parallel__shard": 2, "training__steps": STEPS, "checkpoint__interval
 PATIENCE_S = 240
 
 
-def registered_producers(registry: str) -> list[Reported]:
-    return ask_registry(connect(registry, None, 10**6))
+def registered_producers(registry: str) -> list[ProducerStatus]:
+    return list_producers(connect_client(registry, None, 10**6))
 
 
 def wait_for_producers(registry: str, count: int) -> set[str]:

@@ -13,7 +13,7 @@ from object_server import SECRET, ObjectServer
 from tiny_recipe import arguments, records, weights
 from train_server import TRAIN, TrainServer
 
-from torchmm.extensions.remote.storage.remote_files import Storage
+from torchmm.extensions.remote.storage.remote_files import RemoteFileSystem
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +142,7 @@ def test_permanent_store_faults_exit_with_3(store, train_server, real_data, tmp_
     elif fault == "no bucket":
         args = [part.replace("s3://stores", "s3://stumps") for part in args]
     else:  # different bytes than those that another process read
-        storage = Storage(tmp_path / "index" / "storage", 10**9, 20.0)
+        storage = RemoteFileSystem(tmp_path / "index" / "storage", 10**9, 20.0)
         for file in storage.list(SETS):
             file.read_bytes()
         for entry in entries(tmp_path):

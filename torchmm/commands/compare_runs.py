@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.log import make_console
-from torchmm.extensions.reports.page.contents import RunContents, read_run
-from torchmm.extensions.reports.page.pages import comparison_page
-from torchmm.extensions.reports.page.sections import comparison, recipe_differences
+from torchmm.extensions.reports.page.html_pages import render_comparison_page
+from torchmm.extensions.reports.page.run_contents import RunContents, read_run
+from torchmm.extensions.reports.page.sections import compare_metrics, recipe_differences
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             return 2
     console = make_console()
     print_comparison(console, runs)
-    arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")
+    arguments.output.write_text(render_comparison_page(runs), encoding="utf-8", errors="replace")
     console.print(f"curves: {arguments.output}", highlight=False)
     return 0
 
 
 def print_comparison(console: Console, runs: list[RunContents]) -> None:
     """Print a table of metrics, and a table of the recipe keys that differ."""
-    for title, rows in (("Figures", comparison(runs)), ("Recipes", recipe_differences(runs))):
+    for title, rows in (("Figures", compare_metrics(runs)), ("Recipes", recipe_differences(runs))):
         if not rows:
             continue
         table = Table(title=title, title_justify="left")

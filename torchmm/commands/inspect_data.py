@@ -63,13 +63,13 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
         import transformers
 
         from torchmm.extensions.reports.inspection.findings import inspect_recipe
-        from torchmm.extensions.reports.inspection.page import write_page
-        from torchmm.extensions.reports.inspection.table import (
-            corrupt_limit_line,
+        from torchmm.extensions.reports.inspection.findings_table import (
             findings_table,
             length_lines,
-            refused_lines,
+            predict_corrupt_limit,
+            rejected_lines,
         )
+        from torchmm.extensions.reports.inspection.html_report import write_data_report
 
     transformers.logging.set_verbosity_error()
     findings = []
@@ -77,12 +77,12 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     for inspected in worked("reading the data", read, unit="sources"):
         findings.append(inspected)
         console.print(findings_table(inspected))
-        for line in refused_lines(inspected):
+        for line in rejected_lines(inspected):
             console.out(line, highlight=False)
-    for line in (corrupt_limit_line(recipe, findings), *length_lines(recipe, findings)):
+    for line in (predict_corrupt_limit(recipe, findings), *length_lines(recipe, findings)):
         console.out(line, highlight=False)
     page = out / "index.html"
     with working("writing the report"):
-        write_page(page, recipe, findings)
+        write_data_report(page, recipe, findings)
     console.out(f"wrote {page}", highlight=False)
     return 0

@@ -69,7 +69,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
 
         from torchmm.extensions.demo_data import (
             emoji_scenes,
-            manual,
+            gimp_manual,
             moving_stamps,
             printed_times,
             smollm2,
@@ -113,7 +113,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
         ],
         "printed_times": [
             lambda: ("printed_times", {"times": printed_times.TIMES}, printed_times.prepare),
-            lambda: tokenizer_of("printed_times", "letter_tokenizer", tokenizer.ONLY_BYTES),
+            lambda: tokenizer_of("printed_times", "letter_tokenizer", tokenizer.BYTE_VOCAB_SIZE),
         ],
         "tuxpaint_stamps": [
             lambda: ("tuxpaint_stamps", {"languages": arguments.languages}, stamps.prepare),
@@ -130,7 +130,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
         "tiny_qwen2_5_vl": [
             lambda: (tiny_qwen.NAME, {"tokenizer": checksums("tokenizer")}, tiny_qwen.prepare)
         ],
-        "gimp_help": [lambda: ("gimp_help", {}, manual.prepare)],
+        "gimp_help": [lambda: ("gimp_help", {}, gimp_manual.prepare)],
         "smollm2": [lambda: ("smollm2_135m", {}, smollm2.prepare)],
     }
     for name, steps in by_set.items():

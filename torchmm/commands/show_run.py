@@ -15,8 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.log import make_console
-from torchmm.extensions.reports.page.contents import Records, RunContents, read_run, slowest_ranks
-from torchmm.extensions.reports.page.pages import write_run_page
+from torchmm.extensions.reports.page.html_pages import write_run_page
+from torchmm.extensions.reports.page.run_contents import (
+    Records,
+    RunContents,
+    read_run,
+    slowest_ranks,
+)
 
 LABELS = {
     "index.html": "report of the run as a page",

@@ -183,7 +183,7 @@ def open_file_source(
     places = OffsetCache(cache)
     fingerprint = files_fingerprint(files)
     if (entry := find_entry("source_formats", kind)) is not None:
-        reader: SourceFormat = entry.load_with_datasets()()
+        reader: SourceFormat = entry.load()()
         return reader.open(config, list(files), fingerprint, places)
     if kind == "webdataset":
         return WebdatasetSource(files, fingerprint, places)

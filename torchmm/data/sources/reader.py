@@ -95,7 +95,7 @@ class MeasuredSample:
 def count_placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
     """Return the number of placeholders of each image. The first AnyRes tile has those of all."""
     return [
-        file.count_placeholders if isinstance(file, Tile) else image.tokens
+        file.placeholders if isinstance(file, Tile) else image.tokens
         for file, image in zip(files, images, strict=True)
     ]
 

@@ -396,11 +396,11 @@ class StepPlanner:
     def _image_sizes(
         self, items: Mapping[SampleKey, Item], samples: SampleArrays, modules: Sequence[str]
     ) -> ImageSizes:
-        def of_feed(number: int, group_by_sequence: Int64s) -> ImageSizes:
+        def of_feed(number: int, members: Int64s) -> ImageSizes:
             feed = self._mixture.feeds[number]
             if feed.sequential:
-                return _image_sizes_of_items(items, samples.part(group_by_sequence), modules)
-            return feed.image_sizes(samples.indices_N[group_by_sequence], modules)
+                return _image_sizes_of_items(items, samples.part(members), modules)
+            return feed.image_sizes(samples.indices_N[members], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
 

@@ -1,7 +1,7 @@
 """Plan steps in one process for several ranks.
 
 Some ranks cannot plan steps: ranks without the data and its index
-(`torchmm.extensions.remote.producers.planning`), and ranks of a node on which one process reads a
+(`torchmm.extensions.remote.producers.step_plans`), and ranks of a node on which one process reads a
 stream (`torchmm.data.shared_reader`). They request the step that follows a loader state, and
 receive the sequences that they need:
 

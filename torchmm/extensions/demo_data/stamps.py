@@ -16,9 +16,9 @@ from typing import Any
 
 import datasets
 
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.packages import debian_package, extract_debian
-from torchmm.extensions.demo_data.parquet import write_splits
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.packages import download_debian_package, extract_debian
+from torchmm.extensions.demo_data.parquet_files import write_splits
 
 PACKAGE = "tuxpaint-stamps-default"
 LICENCE = "GPL-2"
@@ -41,7 +41,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         packages: Directory of downloaded packages.
         options: `languages` is a list of codes, in which "en" is the English line.
     """
-    package = debian_package(PACKAGE, packages)
+    package = download_debian_package(PACKAGE, packages)
     with tempfile.TemporaryDirectory() as unpacked:
         root = Path(unpacked)
         extract_debian(package, root)
@@ -51,7 +51,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
     counts["images"] = len({row["file"] for row in rows})
     details = {"options": options, "counts": counts}
-    record(output, "tuxpaint_stamps", [package], LICENCE, details)
+    record_data_set(output, "tuxpaint_stamps", [package], LICENCE, details)
 
 
 def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:

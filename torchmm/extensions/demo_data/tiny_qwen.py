@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from torchmm.common.errors import DataError
-from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 
 NAME = "tiny_qwen2_5_vl"
 MAX_PIXELS = 112 * 112
 """Maximum number of pixels of an image: 16 tokens of 28 x 28 pixels."""
 SEED = 0
-_EXTRA = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+_EXTRA_TOKEN_KEYS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
@@ -50,7 +50,9 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         tokenizer.save_pretrained(directory)
         Qwen2VLImageProcessorPil(size=size).save_pretrained(directory)
     counts = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
-    record(output, NAME, [], "none (random weights)", {"options": options, "counts": counts})
+    record_data_set(
+        output, NAME, [], "none (random weights)", {"options": options, "counts": counts}
+    )
 
 
 def _config(tokenizer: Any) -> Qwen2_5_VLConfig:
@@ -79,7 +81,7 @@ def _config(tokenizer: Any) -> Qwen2_5_VLConfig:
         "window_size": 56,
         "fullatt_block_indexes": [1, 3],
     }
-    marks = {name: len(tokenizer) + i for i, name in enumerate(_EXTRA)}
+    marks = {name: len(tokenizer) + i for i, name in enumerate(_EXTRA_TOKEN_KEYS)}
     image = tokenizer.convert_tokens_to_ids("<image>")
     settings: dict[str, Any] = {"text_config": text, "vision_config": vision, **marks}
     return Qwen2_5_VLConfig(image_token_id=image, **settings)

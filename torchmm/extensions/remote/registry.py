@@ -16,13 +16,13 @@ import sys
 from typing import NoReturn
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.remote.producers.calls import (
+from torchmm.extensions.remote.producers.registry import Registry
+from torchmm.extensions.remote.producers.rpc import (
     TOKEN_VARIABLE,
     check_exposure,
-    ended_by_signals,
-    key_pair,
+    read_key_pair,
+    stop_event,
 )
-from torchmm.extensions.remote.producers.registry import Registry
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,10 +42,10 @@ def main() -> NoReturn:
     """Serve requests until SIGTERM or SIGINT, and exit with an exit code of `train.py`."""
     arguments = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    stopped = ended_by_signals()
+    stopped = stop_event()
     try:
         token = os.environ.get(TOKEN_VARIABLE)
-        certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
+        certificate = read_key_pair(arguments.tls_certificate, arguments.tls_key)
         check_exposure(arguments.bind, certificate is not None, token)
         registry = Registry(arguments.bind, token, certificate)
     except ConfigError as error:

@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, NoReturn
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import end_workers
 from torchmm.data.corrupt import escape_text
-from torchmm.extensions.remote.producers.calls import (
+from torchmm.extensions.remote.producers.registry import StatusReporter
+from torchmm.extensions.remote.producers.rpc import (
     TOKEN_VARIABLE,
     Certificate,
     check_exposure,
-    ended_by_signals,
-    key_pair,
     read_certificate,
+    read_key_pair,
+    stop_event,
 )
-from torchmm.extensions.remote.producers.registry import Reporter
 from torchmm.recipe.data_section import MAX_PRODUCER_WORKERS, is_host_port
 
 if TYPE_CHECKING:
     from torchmm.extensions.remote.producers.server import Producer
 
-GRACE_S = 5.0
+SHUTDOWN_GRACE_S = 5.0
 
 
-def producer_of(
+def open_configured_producer(
     arguments: argparse.Namespace,
     overrides: list[str],
     token: str | None,
@@ -72,7 +72,7 @@ def producer_of(
     )
 
 
-def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | None:
+def _start_reporter(arguments: argparse.Namespace, producer: Producer) -> StatusReporter | None:
     """Start to report to the registry, if the command line sets one. May raise ConfigError."""
     if arguments.registry is None:
         return None
@@ -85,7 +85,7 @@ def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | Non
         )
     certificate = read_certificate("--ca-certificate", arguments.ca_certificate)
     try:
-        return Reporter(arguments.registry, partial(producer.load, address), certificate)
+        return StatusReporter(arguments.registry, partial(producer.load, address), certificate)
     except ConnectionError as error:
         raise ConfigError(
             f"--registry {arguments.registry}: {error}; set --ca-certificate"
@@ -100,11 +100,11 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """
     _check_arguments(arguments)
     token = os.environ.get(TOKEN_VARIABLE)
-    certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
+    certificate = read_key_pair(arguments.tls_certificate, arguments.tls_key)
     check_exposure(arguments.bind, certificate is not None, token)
-    producer = producer_of(arguments, overrides, token, certificate)
-    reporter = _report(arguments, producer)
-    stopped = ended_by_signals()
+    producer = open_configured_producer(arguments, overrides, token, certificate)
+    reporter = _start_reporter(arguments, producer)
+    stopped = stop_event()
     sys.stdout.write(f"ready on port {producer.port}\n")
     sys.stdout.flush()
     stopped.wait()
@@ -112,7 +112,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
         reporter.close()
     closing = threading.Thread(target=producer.close, daemon=True)  # waits for slow readers
     closing.start()
-    closing.join(GRACE_S)
+    closing.join(SHUTDOWN_GRACE_S)
     end_workers(multiprocessing.active_children())
 
 

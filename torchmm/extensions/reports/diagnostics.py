@@ -26,7 +26,7 @@ from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
 from torchmm.costs.flops import task_durations
-from torchmm.extensions.reports.page.contents import MEMORY_FILE
+from torchmm.extensions.reports.page.run_contents import MEMORY_FILE
 from torchmm.extensions.reports.section import ReportKeys
 from torchmm.extensions.reports.timelines import plot_prediction, plot_schedules, save_timeline
 from torchmm.parallel.gather import gather_floats

@@ -26,7 +26,7 @@ ENTRIES: Entries = {
     "trackers": [
         Entry(
             "page",
-            "torchmm.extensions.reports.page.pages:start_page",
+            "torchmm.extensions.reports.page.html_pages:start_page",
             lambda metrics: ReportKeys.from_parent(metrics).html_report,
         ),
         Entry(
@@ -43,7 +43,7 @@ ENTRIES: Entries = {
     "run_ends": [
         Entry(
             "page",
-            "torchmm.extensions.reports.page.pages:write_last_page",
+            "torchmm.extensions.reports.page.html_pages:write_last_page",
             lambda recipe: ReportKeys.from_parent(recipe.metrics).html_report,
         ),
     ],

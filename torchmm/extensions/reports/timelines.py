@@ -84,9 +84,9 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
         plan: Plan of the step.
         durations: FLOPs of the actions of the plan.
     """
-    records, costs = _measured(directory, step, plan, durations)
+    records, costs = _read_measured_step(directory, step, plan, durations)
     graph = plan.graph
-    chosen = _computed(plan)
+    chosen = _compute_actions(plan)
     static = separated(graph, costs.compute_ms.__getitem__)
     panels = [
         Panel(label, simulate(lower_plan(order, graph, {}), costs).records, graph.layout)
@@ -111,7 +111,7 @@ def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: D
         plan: Plan of the step.
         durations: FLOPs of the actions of the plan.
     """
-    records, costs = _measured(directory, step, plan, durations)
+    records, costs = _read_measured_step(directory, step, plan, durations)
     layout = plan.graph.layout
     try:
         predicted = Panel("predicted", simulate(plan, costs).records, layout)
@@ -122,7 +122,7 @@ def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: D
     replace_atomically(directory / f"step-{step}.svg", picture.encode())
 
 
-def _measured(
+def _read_measured_step(
     directory: Path, step: int, plan: PipelinePlan, durations: Durations
 ) -> tuple[list[ActionRecord], PlanCosts]:
     """Return the records of a step, and costs in milliseconds by mean times of its actions."""
@@ -135,11 +135,11 @@ def _measured(
     modules = [stage.module for stage in plan.graph.layout.stages]
     costs = {
         action: durations(action) * rates.get((modules[action.stage], action.type), 0.0)
-        for row in _computed(plan)
+        for row in _compute_actions(plan)
         for action in row
     }
     return records, PlanCosts(costs)
 
 
-def _computed(plan: PipelinePlan) -> ComputeOrder:
+def _compute_actions(plan: PipelinePlan) -> ComputeOrder:
     return tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)

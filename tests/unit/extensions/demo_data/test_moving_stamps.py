@@ -14,7 +14,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.media.images import decode_frames
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import manifest, moving_stamps
-from torchmm.extensions.demo_data.parquet import split_of
+from torchmm.extensions.demo_data.parquet_files import assign_split
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"source": {}, "frames": 5, "size_px": 32}
@@ -33,7 +33,9 @@ def prepared(tmp_path):
         for i in range(40)
     ]
     write_parquet(tmp_path / "tuxpaint_stamps" / "train", rows)
-    manifest.record(tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}})
+    manifest.record_data_set(
+        tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}}
+    )
     moving_stamps.prepare(tmp_path, tmp_path, OPTIONS)
     return tmp_path
 
@@ -78,7 +80,7 @@ def test_stamps_have_two_motions_in_one_split(prepared):
     for split in ("train", "validation"):
         files = [record.columns["file"] for record in read_videos(prepared, split)]
         assert files and {files.count(file) for file in files} == {2}
-        assert {split_of(file) for file in files} == {split}
+        assert {assign_split(file) for file in files} == {split}
         texts = [record.columns["text"] for record in read_videos(prepared, split)]
         assert len(set(texts)) == len(texts)
 

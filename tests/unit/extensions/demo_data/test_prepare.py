@@ -14,15 +14,15 @@ from torchmm.common.errors import DataError
 from torchmm.common.files import read_prepared
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import (
+    gimp_manual,
     manifest,
-    manual,
     packages,
     spoken_stamps,
     stamps,
     tokenizer,
 )
 from torchmm.extensions.demo_data.packages import Package
-from torchmm.extensions.demo_data.parquet import split_of
+from torchmm.extensions.demo_data.parquet_files import assign_split
 from torchmm.recipe.data_section import SourceConfig
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
@@ -86,7 +86,7 @@ def test_wheel_member_is_extracted_to_specified_path(tmp_path):
 def test_missing_tool_is_reported_with_alternative(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match=r"apt-get not found.*Hub data set"):
-        packages.debian_package("tuxpaint-stamps-default", tmp_path)
+        packages.download_debian_package("tuxpaint-stamps-default", tmp_path)
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def test_failed_preparation_preserves_old_dataset(tmp_path):
 
 
 def test_split_is_determined_by_file_name():
-    splits = [split_of(f"animals/{i}.png") for i in range(2000)]
-    assert splits == [split_of(f"animals/{i}.png") for i in range(2000)]
+    splits = [assign_split(f"animals/{i}.png") for i in range(2000)]
+    assert splits == [assign_split(f"animals/{i}.png") for i in range(2000)]
     assert 150 < splits.count("validation") < 250
 
 
@@ -194,7 +194,7 @@ def test_html_pages_become_text_and_images_in_order():
       <img src="images/b.png"/>
       <div class="toc"><ul><li>No</li></ul></div><p>End</p>
       <div class="navfooter"><p>No</p><hr /></div></body></html>"""
-    assert manual.page_elements(page) == [
+    assert gimp_manual.page_elements(page) == [
         ("text", "Crop\nUse it to crop."),
         ("image", "images/a.png"),
         ("text", "Then"),
@@ -204,7 +204,7 @@ def test_html_pages_become_text_and_images_in_order():
 
 
 def test_trained_tokenizer_is_lossless_and_renders_chats():
-    trained = tokenizer.train(["A red dog.", "A blue dog."])
+    trained = tokenizer.train_tokenizer(["A red dog.", "A blue dog."])
     for text in ("A red dog.", "Größe 𝄞 \n x"):
         assert trained.decode(trained.encode(text)) == text
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
@@ -218,7 +218,7 @@ def test_trained_tokenizer_is_lossless_and_renders_chats():
 @needs_dpkg
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt-get")
 def test_debian_package_is_downloaded(tmp_path):
-    package = packages.debian_package(manual.COPYRIGHT_PACKAGE, tmp_path)
+    package = packages.download_debian_package(gimp_manual.COPYRIGHT_PACKAGE, tmp_path)
     packages.extract_debian(package, tmp_path / "root")
-    text = (tmp_path / f"root/usr/share/doc/{manual.COPYRIGHT_PACKAGE}/copyright").read_text()
+    text = (tmp_path / f"root/usr/share/doc/{gimp_manual.COPYRIGHT_PACKAGE}/copyright").read_text()
     assert "Free Documentation License" in text

@@ -30,16 +30,16 @@ def test_held_out_times_are_not_in_training_split(prepared):
     texts = {split: [row["text"] for row in rows(prepared, split)] for split in OPTIONS["times"]}
     assert {split: len(set(found)) for split, found in texts.items()} == OPTIONS["times"]
     for split, found in texts.items():
-        assert {printed_times.held_out(time) for time in found} == {split != "train"}
+        assert {printed_times.is_held_out(time) for time in found} == {split != "train"}
     every = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
-    trained = [time for time in every if not printed_times.held_out(time)]
+    trained = [time for time in every if not printed_times.is_held_out(time)]
     assert {time[:2] for time in trained} == {time[:2] for time in every}
     assert {time[3:] for time in trained} == {time[3:] for time in every}
 
 
 def test_printed_time_is_inside_image(prepared):
     side = printed_times.SIDE_PX
-    ground = Image.new("RGB", (side, side), (printed_times.GROUND,) * 3)
+    ground = Image.new("RGB", (side, side), (printed_times.BACKGROUND_GRAY,) * 3)
     for row in rows(prepared, "train"):
         image = to_rgb(Image.open(io.BytesIO(row["image"]["bytes"])))
         assert image.size == (side, side)
@@ -55,6 +55,6 @@ def test_printed_times_are_reproducible(prepared, tmp_path):
 
 
 def test_byte_vocabulary_has_one_token_per_letter():
-    found = tokenizer.train(["14:37"] * 100, tokenizer.ONLY_BYTES)
-    assert len(found) == tokenizer.ONLY_BYTES
+    found = tokenizer.train_tokenizer(["14:37"] * 100, tokenizer.BYTE_VOCAB_SIZE)
+    assert len(found) == tokenizer.BYTE_VOCAB_SIZE
     assert len(found("14:37", add_special_tokens=False)["input_ids"]) == len("14:37")

@@ -31,7 +31,7 @@ def test_autoencoder_is_trained_and_loads_into_generator(tmp_path, monkeypatch):
     entry = json.loads((tmp_path / "MANIFEST.json").read_text())["stamp_vae"]
     assert set(entry["counts"]) == {"parameters", "dB on held-out images"}
     vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "stamp_vae")
-    images = stamp_vae._pictures(tmp_path / "tuxpaint_stamps" / "train")
+    images = stamp_vae._read_images(tmp_path / "tuxpaint_stamps" / "train")
     assert images.shape == (4, 3, 48, 48), "each file once"
     with torch.no_grad():
         latents = vae.encode(images).latent_dist.mean

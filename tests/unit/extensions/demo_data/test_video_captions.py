@@ -12,8 +12,14 @@ from torchmm.data.media.video import VideoFile
 from torchmm.data.media.video_writer import encode_video
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import manifest, video_captions
-from torchmm.extensions.demo_data.parquet import split_of
-from torchmm.extensions.demo_data.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
+from torchmm.extensions.demo_data.parquet_files import assign_split
+from torchmm.extensions.demo_data.video_captions import (
+    CAMERA_PATHS,
+    VIDEOS_PER_FILM,
+    SourceVideo,
+    _DecodedFilm,
+    _film_rows,
+)
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
@@ -38,14 +44,16 @@ def test_stamp_videos_move_in_every_file_format(tmp_path) -> None:
     with pytest.raises(DataError, match="tuxpaint_stamps is missing"):
         video_captions.prepare_stamps(tmp_path, tmp_path, OPTIONS)
     write_parquet(tmp_path / "tuxpaint_stamps" / "train", rows)
-    manifest.record(tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}})
+    manifest.record_data_set(
+        tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}}
+    )
     video_captions.prepare_stamps(tmp_path, tmp_path, {"source": {}, **OPTIONS})
     file_types, motions = set(), set()
     for split in ("train", "validation"):
         source = open_map_source(SourceConfig(path=str(tmp_path / "stamp_videos"), split=split))
         for i in range(len(source)):
             row = source.read(i).columns
-            assert split_of(row["file"]) == split
+            assert assign_split(row["file"]) == split
             file_types.add(row["video"][:4])
             dark = [np.nonzero(frame < 128) for frame in first_and_last(row["video"])]
             (y0, x0), (y1, x1) = [tuple(axis.mean() for axis in frame) for frame in dark]
@@ -70,14 +78,14 @@ def test_film_sections_match_captions_and_split() -> None:
     frames = [
         Image.fromarray(np.broadcast_to(x + 2 * t, (48, 64)).astype(np.uint8)) for t in range(50)
     ]
-    film_video = _Shown.of(encode_video(frames, 5))
+    film_video = _DecodedFilm.of(encode_video(frames, 5))
     assert film_video.duration_s == pytest.approx(10.0)
-    film = Film("film.mp4", "Gray.")
-    rows = {split: list(_film_rows(film, film_video, split, OPTIONS)) for split in CLIPS}
-    assert [len(part) for part in rows.values()] == list(CLIPS.values())
+    film = SourceVideo("film.mp4", "Gray.")
+    rows = {split: list(_film_rows(film, film_video, split, OPTIONS)) for split in VIDEOS_PER_FILM}
+    assert [len(part) for part in rows.values()] == list(VIDEOS_PER_FILM.values())
     starts = {s: [float(r["file"].split()[2]) for r in part] for s, part in rows.items()}
     assert max(starts["train"]) <= 6.5 and 7.5 <= min(starts["validation"]) <= 9.0
-    for row in rows["train"][: len(PATHS)]:
+    for row in rows["train"][: len(CAMERA_PATHS)]:
         first, last = first_and_last(row["video"])
         brighter = float(last.mean()) - float(first.mean())
         spread = float(np.ptp(last.mean(axis=0))) / float(np.ptp(first.mean(axis=0)))

@@ -14,10 +14,10 @@ from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, StoreError
-from torchmm.extensions.remote.checkpoints.upload import share
+from torchmm.extensions.remote.checkpoints.background_uploads import assign_uploads
+from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints, StoreError
 from torchmm.extensions.remote.section import StorageConfig
-from torchmm.extensions.remote.storage import clients
+from torchmm.extensions.remote.storage import store_client
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import BestConfig
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
@@ -332,7 +332,7 @@ class FullStore:
 
     def __init__(self, monkeypatch, free_bytes: float) -> None:
         self.free_bytes = free_bytes
-        original = clients._Filesystem.write
+        original = store_client._Filesystem.write
 
         def write(filesystem, path, content):
             size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -340,7 +340,7 @@ class FullStore:
                 raise OSError(errno.ENOSPC, "No space left on device")
             original(filesystem, path, content)
 
-        monkeypatch.setattr(clients._Filesystem, "write", write)
+        monkeypatch.setattr(store_client._Filesystem, "write", write)
 
 
 @pytest.mark.parametrize("free_bytes", [0, 3000])
@@ -395,7 +395,7 @@ def test_full_disk_leaves_no_manifest(new_host, store, monkeypatch):
 
 def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
     """Check a file system that retains the bytes written before an error."""
-    original = clients._Filesystem.write
+    original = store_client._Filesystem.write
 
     def write(filesystem, path, content):
         if path.endswith(MANIFEST_NAME):
@@ -403,7 +403,7 @@ def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         original(filesystem, path, content)
 
-    monkeypatch.setattr(clients._Filesystem, "write", write)
+    monkeypatch.setattr(store_client._Filesystem, "write", write)
     machine = Host(tmp_path, "memory://incomplete")
     machine.save(1)
     assert RemoteCheckpoints("memory://incomplete/run", 1.0, logger).committed() == []
@@ -454,7 +454,7 @@ class DyingWrite:
 
 
 def test_interrupted_write_preserves_old_object(store, monkeypatch, tmp_path):
-    client = clients.StoreClient(clients.THIS_MACHINE, 1.0)
+    client = store_client.StoreClient(store_client.LOCAL_ROOT, 1.0)
     path = str(store / "object").lstrip("/")
     client.write(path, b"old")
     (tmp_path / "new").write_bytes(bytes(1000))
@@ -512,9 +512,9 @@ def test_upload_with_missing_file_is_not_committed(new_host, store, monkeypatch)
 
 def test_ranks_upload_each_file_once():
     names = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
-    shared = share(names, [names, names, names])
+    shared = assign_uploads(names, [names, names, names])
     assert sorted(name for part in shared for name in part) == names
     assert [names[1 + rank] in shared[rank] for rank in range(2)] == [True, True]
-    separate = share(names, [[names[0], names[1], names[3]], [names[2]]])
+    separate = assign_uploads(names, [[names[0], names[1], names[3]], [names[2]]])
     assert separate == [[names[0], names[1], names[3]], [names[2]]]
-    assert share(names, [[names[0]], []]) == [[names[0]], []]
+    assert assign_uploads(names, [[names[0]], []]) == [[names[0]], []]

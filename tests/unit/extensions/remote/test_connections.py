@@ -13,10 +13,15 @@ from data_cases import planned_shares, take
 from pyarrow import flight
 from test_producers import site
 
-from torchmm.extensions.remote.producers import connections
-from torchmm.extensions.remote.producers.calls import Server, connect
-from torchmm.extensions.remote.producers.messages import Message, Request, names_of, pack_request
+from torchmm.extensions.remote.producers import connection_limits
+from torchmm.extensions.remote.producers.rpc import FlightServer, connect_client
 from torchmm.extensions.remote.producers.server import Producer
+from torchmm.extensions.remote.producers.wire_format import (
+    SampleRequest,
+    TensorMessage,
+    encode_request,
+    sample_keys,
+)
 
 __all__ = ["site"]
 LARGE = 300 * 10**6
@@ -28,7 +33,7 @@ def peak_mb(process: int) -> float:
 
 
 def _serve(pipe) -> None:
-    server = Server("127.0.0.1:0", token="secret")
+    server = FlightServer("127.0.0.1:0", token="secret")
     pipe.send(server.port)
     pipe.recv()
     server.shutdown()
@@ -59,13 +64,13 @@ def test_large_request_without_token_is_not_stored(kind):
 
 def test_valid_requests_preserve_their_connection(site):
     """Check that the limit applies to requests, not to connections."""
-    client = connect(site.producer(), None, 10**6)
+    client = connect_client(site.producer(), None, 10**6)
     producer = site.opened[0]
-    values = json.loads(pack_request(Request("other", []))) | {"x": "x" * 7_900_000}
+    values = json.loads(encode_request(SampleRequest("other", []))) | {"x": "x" * 7_900_000}
     for _ in range(6):
         with pytest.raises(flight.FlightServerError, match="uses different data"):
             client.do_get(flight.Ticket(json.dumps(values).encode())).read_all()
-        time.sleep(2 * connections.WATCH_S)
+        time.sleep(2 * connection_limits.POLL_S)
     assert producer.watch.closed == 0
 
 
@@ -77,7 +82,8 @@ class Large(Producer):
     def _wait(self, job, context):
         pixels = torch.zeros(64 * 10**6, dtype=torch.uint8)
         return (
-            super()._wait(job, context) + [Message({"part": "x"}, {"pixels": pixels})] * self.extra
+            super()._wait(job, context)
+            + [TensorMessage({"part": "x"}, {"pixels": pixels})] * self.extra
         )
 
 
@@ -85,30 +91,32 @@ class Large(Producer):
 def large(site, monkeypatch):
     """Return a producer with large responses, and the bytes of a request for its first step."""
     monkeypatch.setattr("test_producers.Producer", Large)
-    monkeypatch.setattr(connections, "READING_S", 2.0)
-    monkeypatch.setattr(connections, "READING_BYTES_PER_S", 10**9)
+    monkeypatch.setattr(connection_limits, "READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(connection_limits, "MIN_READ_BYTES_PER_S", 10**9)
     site.producer()
     (producer,) = site.opened
     producer.extra = 2
     packs = next(planned_shares(site.loader()))[:1]
-    return producer, pack_request(Request(producer._fingerprint, names_of(packs), None, 10**9))
+    return producer, encode_request(
+        SampleRequest(producer._fingerprint, sample_keys(packs), None, 10**9)
+    )
 
 
 def test_clients_that_do_not_read_lose_their_slots(site, large):
     producer, request = large
     address = f"127.0.0.1:{producer.port}"
     # Options differ, so that each client has a separate connection.
-    clients = [connect(address, None, 10**9 + number) for number in range(4)]
+    clients = [connect_client(address, None, 10**9 + number) for number in range(4)]
     streams = [client.do_get(flight.Ticket(request)) for client in clients]
     for stream in streams:
         stream.read_chunk()
-    assert not producer._room.acquire(blocking=False)
+    assert not producer._request_slots.acquire(blocking=False)
     producer.extra = 0
     assert take(site.loader(address, retry_timeout_s=20), 2) == take(site.loader(), 2)
     deadline_s = time.monotonic() + 10
-    while producer._room._value < 4 and time.monotonic() < deadline_s:
+    while producer._request_slots._value < 4 and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert producer._room._value == 4 and producer.watch.closed == 4
+    assert producer._request_slots._value == 4 and producer.watch.closed == 4
     assert all(job.wanted == 0 for job in producer.work._jobs.values())
     for stream in streams:
         with pytest.raises(flight.FlightError):
@@ -118,7 +126,9 @@ def test_clients_that_do_not_read_lose_their_slots(site, large):
 def test_slow_reading_client_keeps_its_slot(large):
     producer, request = large
     producer.extra = 6
-    stream = connect(f"127.0.0.1:{producer.port}", None, 10**9).do_get(flight.Ticket(request))
+    stream = connect_client(f"127.0.0.1:{producer.port}", None, 10**9).do_get(
+        flight.Ticket(request)
+    )
     sizes = []
     for chunk in stream:
         sizes.append(chunk.data.nbytes)

@@ -19,8 +19,12 @@ from torchmm.common.batch import Microbatch
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import Item
 from torchmm.data.microbatch_builder import sample_name
-from torchmm.extensions.remote.producers.answers import unpack_step
-from torchmm.extensions.remote.producers.messages import from_arrow, messages_of, to_arrow
+from torchmm.extensions.remote.producers.response_validation import unpack_step
+from torchmm.extensions.remote.producers.wire_format import (
+    decode_message,
+    encode_message,
+    step_messages,
+)
 
 __all__ = ["open_run"]
 
@@ -30,10 +34,10 @@ def through_messages(
 ) -> Microbatch:
     """Return a microbatch of one pack as the trainer receives it from a producer."""
     step = DecodedStep([microbatch], dict.fromkeys(corrupt, "damaged"))
-    sent = [to_arrow(message, 0) for message in messages_of(step)]
+    sent = [encode_message(message, 0) for message in step_messages(step)]
     chunks = [SimpleNamespace(data=batch, app_metadata=pa.py_buffer(v)) for batch, v in sent]
     packs = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    arrived = map(from_arrow, chunks)  # type: ignore[arg-type]
+    arrived = map(decode_message, chunks)  # type: ignore[arg-type]
     return unpack_step(arrived, [packs], decoder).microbatches[0]
 
 

@@ -27,9 +27,9 @@ from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.build import build_loader
 from torchmm.data.samples import RemoteSamples, find_samples
 from torchmm.data.steps.remote_steps import StepRequest
-from torchmm.extensions.remote.producers.calls import Server
-from torchmm.extensions.remote.producers.planning import UNREADABLE
+from torchmm.extensions.remote.producers.rpc import FlightServer
 from torchmm.extensions.remote.producers.server import open_producer
+from torchmm.extensions.remote.producers.step_plans import VALUE_ERRORS
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 
@@ -164,7 +164,7 @@ def test_steps_are_planned_once_for_all_ranks(site, monkeypatch):
     assert positions == [(None, False)]
 
 
-class BadServer(Server):
+class BadServer(FlightServer):
     """Server with an invalid response to every action."""
 
     def __init__(self, answers):
@@ -253,7 +253,7 @@ def test_wrong_plan_is_rejected(site):
     assert set(read(plan).packs) == set(range(4))
     plan_count = 0
     for path, value, wrong in wrong_plans(plan):
-        with pytest.raises((ValueError, *UNREADABLE)):
+        with pytest.raises((ValueError, *VALUE_ERRORS)):
             pytest.fail(f"accepted: {path} = {value!r}: {read(wrong)}")
         plan_count += 1
     assert plan_count > 150
@@ -277,7 +277,7 @@ def test_malformed_description_excludes_producer(site, changes):
         bad_server.shutdown()
 
 
-class Endless(Server):
+class Endless(FlightServer):
     """Responds to each action without end."""
 
     def do_action(self, context, action):

@@ -15,16 +15,16 @@ from data_cases import CLIP, QWEN, planned_shares, take
 from test_producers import BadProducer, Site, site
 
 from torchmm.common.errors import DataError
-from torchmm.extensions.remote.producers.answers import unpack_step
-from torchmm.extensions.remote.producers.messages import (
-    MAX_VALUES_BYTES,
-    TEXT,
-    Message,
-    from_arrow,
-    messages_of,
-    to_arrow,
-)
+from torchmm.extensions.remote.producers.response_validation import unpack_step
 from torchmm.extensions.remote.producers.server import Producer
+from torchmm.extensions.remote.producers.wire_format import (
+    MAX_VALUES_BYTES,
+    TEXT_PART,
+    TensorMessage,
+    decode_message,
+    encode_message,
+    step_messages,
+)
 
 __all__ = ["site"]
 
@@ -48,14 +48,14 @@ class Requested:
         self.packs = packs
         step = decoder.decode_one(packs, images)
         self.corrupt = step.corrupt
-        self.sent = {m.values["part"]: m for m in messages_of(step)}
+        self.sent = {m.values["part"]: m for m in step_messages(step)}
 
     def unpack(self, messages):
         chunks = (
             SimpleNamespace(data=data, app_metadata=pa.py_buffer(values))
             for data, values in messages
         )
-        return unpack_step(map(from_arrow, chunks), [self.packs], self.decoder)
+        return unpack_step(map(decode_message, chunks), [self.packs], self.decoder)
 
     def messages(self, part=None, values=None, tensors=None, without=()):
         """Return all messages as sent, one of them with changes."""
@@ -68,7 +68,7 @@ class Requested:
                 for key in without:
                     new_values.pop(key, None)
                     new_tensors.pop(key, None)
-            found.append(to_arrow(Message(new_values, new_tensors), 0))
+            found.append(encode_message(TensorMessage(new_values, new_tensors), 0))
         return found
 
     def rejection(self, *args, **changes) -> str:
@@ -107,8 +107,8 @@ def test_valid_response_is_accepted(requested):
         step = each.unpack(each.messages())
         (found,) = step.microbatches
         assert step.corrupt == each.corrupt
-        assert {m.values["part"] for m in messages_of(step)} == set(each.sent)
-        for message in messages_of(step):
+        assert {m.values["part"] for m in step_messages(step)} == set(each.sent)
+        for message in step_messages(step):
             sent = each.sent[message.values["part"]]
             assert json.dumps(message.values) == json.dumps(sent.values)
             assert all(torch.equal(t, sent.tensors[n]) for n, t in message.tensors.items())
@@ -152,31 +152,39 @@ def test_invalid_tensor_is_rejected_with_name(requested):
 
 def wrong_numbers(each: Requested):
     """Yield (part, field, changes) with correct types and shapes, but wrong values."""
-    text = each.sent[TEXT]
+    text = each.sent[TEXT_PART]
     ids, targets, positions = (
         text.tensors[key] for key in ("input_ids_T", "targets_T", "position_ids")
     )
     size = each.decoder.reader.text_spec.vocab_size
     for value in (-1, size, 2**62):
-        yield TEXT, "input_ids_T", {"tensors": {"input_ids_T": put(ids, 1, value)}}
+        yield TEXT_PART, "input_ids_T", {"tensors": {"input_ids_T": put(ids, 1, value)}}
     for value in (-1, size, int(ids[2]) ^ 1):
-        yield TEXT, "targets_T", {"tensors": {"targets_T": put(targets, 1, value)}}
-    yield TEXT, "position_ids", {"tensors": {"position_ids": put(positions, 3, 10**6)}}
-    yield TEXT, "position_ids", {"tensors": {"position_ids": positions + 1}}
-    yield TEXT, "cu_seqlens", {"values": {"cu_seqlens": [0, 5, *text.values["cu_seqlens"][1:]]}}
+        yield TEXT_PART, "targets_T", {"tensors": {"targets_T": put(targets, 1, value)}}
+    yield TEXT_PART, "position_ids", {"tensors": {"position_ids": put(positions, 3, 10**6)}}
+    yield TEXT_PART, "position_ids", {"tensors": {"position_ids": positions + 1}}
     yield (
-        TEXT,
+        TEXT_PART,
+        "cu_seqlens",
+        {"values": {"cu_seqlens": [0, 5, *text.values["cu_seqlens"][1:]]}},
+    )
+    yield (
+        TEXT_PART,
         "cu_seqlens",
         {"values": {"cu_seqlens": list(map(float, text.values["cu_seqlens"]))}},
     )
-    yield TEXT, "corrupt", {"values": {"corrupt": {"other[99]": "damaged"}}}
-    yield TEXT, "corrupt", {"values": {"corrupt": dict.fromkeys(each.corrupt, 3) or {"x[1]": ""}}}
-    yield TEXT, "decoded_media", {"values": {"decoded_media": 10**6}}
+    yield TEXT_PART, "corrupt", {"values": {"corrupt": {"other[99]": "damaged"}}}
+    yield (
+        TEXT_PART,
+        "corrupt",
+        {"values": {"corrupt": dict.fromkeys(each.corrupt, 3) or {"x[1]": ""}}},
+    )
+    yield TEXT_PART, "decoded_media", {"values": {"decoded_media": 10**6}}
     if not each.corrupt:  # otherwise, blank samples are expected
         name = f"{each.packs[0][0].meta.source}[{each.packs[0][0].meta.index}]"
-        yield TEXT, "", {"values": {"corrupt": {name: "damaged"}}}
+        yield TEXT_PART, "", {"values": {"corrupt": {name: "damaged"}}}
     for part, message in each.sent.items():
-        if part == TEXT:
+        if part == TEXT_PART:
             continue
         places = message.tensors["places"]
         for value in (-1, len(ids), 2**62):
@@ -217,12 +225,14 @@ def test_out_of_range_value_is_rejected_with_name(requested):
 def test_duplicate_missing_and_unknown_parts_are_rejected(requested):
     each = next(each for each in requested if len(each.sent) > 1)
     sent = each.messages()
-    other = Message(dict(each.sent[TEXT].values) | {"part": "other"}, each.sent[TEXT].tensors)
+    other = TensorMessage(
+        dict(each.sent[TEXT_PART].values) | {"part": "other"}, each.sent[TEXT_PART].tensors
+    )
     for messages, why in {
         "twice": ([sent[0], *sent], "sent twice"),
         "less": (sent[:-1], "parts"),
         "nothing": ([], "parts"),
-        "unknown": ([*sent, to_arrow(other, 0)], "part = 'other'"),
+        "unknown": ([*sent, encode_message(other, 0)], "part = 'other'"),
         "other microbatch": ([(sent[0][0], sent[0][1].replace(b'batch": 0', b'batch": 1'))], "= 1"),
         "bool": ([(sent[0][0], sent[0][1].replace(b'batch": 0', b'batch": false'))], "False"),
     }.values():
@@ -239,13 +249,17 @@ def test_endless_response_is_rejected_early(requested):
         nonlocal read
         for number in count():
             read += 1
-            values = dict(each.sent[TEXT].values) | {"part": f"part {number}" if number else TEXT}
-            yield to_arrow(Message(values, each.sent[TEXT].tensors), 0)
+            values = dict(each.sent[TEXT_PART].values) | {
+                "part": f"part {number}" if number else TEXT_PART
+            }
+            yield encode_message(TensorMessage(values, each.sent[TEXT_PART].tensors), 0)
 
     with pytest.raises(ValueError, match="part 1"):
         each.unpack(endless())
     assert read == 2
-    large = to_arrow(Message(dict(each.sent[TEXT].values) | {"x": "x" * MAX_VALUES_BYTES}, {}), 0)
+    large = encode_message(
+        TensorMessage(dict(each.sent[TEXT_PART].values) | {"x": "x" * MAX_VALUES_BYTES}, {}), 0
+    )
     with pytest.raises(ValueError, match="bytes of JSON"):
         each.unpack([large])
 
@@ -262,7 +276,7 @@ class WrongIds(Producer):
     def _wait(self, job, context):
         text, *others = super()._wait(job, context)
         tensors = text.tensors | {"input_ids_T": text.tensors["input_ids_T"] + 10**6}
-        return [Message(text.values, tensors), *others]
+        return [TensorMessage(text.values, tensors), *others]
 
 
 def test_malformed_producer_is_logged_and_excluded(site, monkeypatch, caplog):
@@ -284,8 +298,11 @@ def test_endless_producer_is_excluded(site):
     decoder = loader._decoder
     planned = next(planned_shares(loader))
     step = decoder.decode_one(planned[0], decoder.images_to_decode(planned)[0])
-    (text, *_) = messages_of(step)
-    endless = (to_arrow(Message(text.values | {"part": f"p{n}"}, text.tensors), 0) for n in count())
+    (text, *_) = step_messages(step)
+    endless = (
+        encode_message(TensorMessage(text.values | {"part": f"p{n}"}, text.tensors), 0)
+        for n in count()
+    )
     with BadProducer(*[]) as bad_server:
         bad_server.parts = endless
         right = site.producer()

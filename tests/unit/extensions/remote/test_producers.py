@@ -36,23 +36,23 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.build import build_loader
 from torchmm.data.sources.open import open_samples
-from torchmm.extensions.remote.producers.calls import (
+from torchmm.extensions.remote.producers.rpc import (
     TOKEN_VARIABLE,
     check_exposure,
-    key_pair,
     read_certificate,
-)
-from torchmm.extensions.remote.producers.messages import (
-    SCHEMA,
-    VERSION,
-    Message,
-    Request,
-    messages_of,
-    pack_request,
-    to_arrow,
-    unpack_request,
+    read_key_pair,
 )
 from torchmm.extensions.remote.producers.server import Producer
+from torchmm.extensions.remote.producers.wire_format import (
+    PROTOCOL_VERSION,
+    SCHEMA,
+    SampleRequest,
+    TensorMessage,
+    decode_request,
+    encode_message,
+    encode_request,
+    step_messages,
+)
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 GENERATOR = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
@@ -184,7 +184,7 @@ def test_resume_with_different_producers_is_exact(site):
 
 def test_busy_producer_is_retried(site):
     address = site.producer()
-    room = site.opened[0]._room
+    room = site.opened[0]._request_slots
     for _ in range(4):
         room.acquire()
     message = r"no producer.*retry_timeout_s = 0.5.*Unavailable: its queue of requests is full"
@@ -244,15 +244,15 @@ def test_key_pair_needs_both_files(tmp_path):
     certificate, key = tmp_path / "a.pem", tmp_path / "a.key"
     certificate.write_bytes(b"certificate")
     key.write_bytes(b"key")
-    assert key_pair(None, None) is None
-    assert key_pair(str(certificate), str(key)) == (b"certificate", b"key")
+    assert read_key_pair(None, None) is None
+    assert read_key_pair(str(certificate), str(key)) == (b"certificate", b"key")
     for half in ((str(certificate), None), (None, str(key))):
         with pytest.raises(
             ConfigError, match="--tls-certificate and --tls-key must be used together"
         ):
-            key_pair(*half)
+            read_key_pair(*half)
     with pytest.raises(ConfigError, match=r"absent\.key: No such file"):
-        key_pair(str(certificate), str(tmp_path / "absent.key"))
+        read_key_pair(str(certificate), str(tmp_path / "absent.key"))
 
 
 def test_absent_ca_certificate_names_its_key(tmp_path):
@@ -289,11 +289,11 @@ def test_remote_producers_require_certificate_and_token(bind, encrypted, token, 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_malformed_request_is_rejected(data):
     with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 6|column"):
-        unpack_request(data)
+        decode_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
-    for request in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
-        assert unpack_request(pack_request(request)) == request
-    assert VERSION == 6
+    for request in (SampleRequest("a", [[[]]]), SampleRequest("a", [[[]]], reads)):
+        assert decode_request(encode_request(request)) == request
+    assert PROTOCOL_VERSION == 6
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_malformed_request_is_rejected(data):
 def test_request_outside_plan_is_rejected(site, samples, why):
     address = site.producer()
     fingerprint = site.opened[0]._fingerprint
-    values = {"version": VERSION, "fingerprint": fingerprint, "samples": samples}
+    values = {"version": PROTOCOL_VERSION, "fingerprint": fingerprint, "samples": samples}
     ticket = flight.Ticket(json.dumps(values | {"reads": None, "most_bytes": 10**9}).encode())
     with pytest.raises(flight.FlightServerError, match=why) as caught:
         flight.FlightClient(f"grpc+tcp://{address}").do_get(ticket).read_all()
@@ -341,7 +341,7 @@ def correct_messages(site):
     return [
         (number, message)
         for number, each in enumerate(zip(planned, wanted, strict=True))
-        for message in messages_of(loader._decoder.decode_one(*each))
+        for message in step_messages(loader._decoder.decode_one(*each))
     ]
 
 
@@ -353,7 +353,7 @@ def changed_messages(sent, number, part, values=None, tensors=None):
         if (of, message.values["part"]) == (number, part):
             values_now |= values or {}
             tensors_now |= tensors or {}
-        found.append(to_arrow(Message(values_now, tensors_now), of))
+        found.append(encode_message(TensorMessage(values_now, tensors_now), of))
     return found
 
 
@@ -424,7 +424,7 @@ def test_timed_out_request_is_not_decoded(site):
     with pytest.raises(DataError, match="TimedOut"):
         take(loader, 1)
     deadline = time.monotonic() + 10
-    while (work.unfinished or not site.opened[0]._room.acquire(False)) and (
+    while (work.unfinished or not site.opened[0]._request_slots.acquire(False)) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.05)

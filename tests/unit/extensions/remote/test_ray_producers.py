@@ -10,8 +10,8 @@ import pytest
 from data_cases import CLIP, take, training
 from test_producers import site
 
-from torchmm.extensions.remote.producers.calls import connect
-from torchmm.extensions.remote.producers.registry import Registry, ask_registry
+from torchmm.extensions.remote.producers.registry import Registry, list_producers
+from torchmm.extensions.remote.producers.rpc import connect_client
 
 ray = pytest.importorskip("ray")
 from torchmm.extensions.remote.producers.ray_actors import RayProducers  # noqa: E402
@@ -30,10 +30,11 @@ def registry():
 
 def addresses(registry, count: int, without: str = "") -> set[str]:
     """Return the addresses of all producers once `count` are listed and `without` is not."""
-    client = connect(f"127.0.0.1:{registry.port}", None, 10**6)
+    client = connect_client(f"127.0.0.1:{registry.port}", None, 10**6)
     deadline = time.monotonic() + TIMEOUT_S
     while (
-        len(listed := {each.address for each in ask_registry(client)}) != count or without in listed
+        len(listed := {each.address for each in list_producers(client)}) != count
+        or without in listed
     ):
         assert time.monotonic() < deadline, listed
         time.sleep(0.1)

@@ -15,16 +15,21 @@ from test_producers import site
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.extensions.remote.producers import registry as registry_module
-from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE, connect, said, within
-from torchmm.extensions.remote.producers.choosing import in_turn
+from torchmm.extensions.remote.producers.load_balancing import order_producers
 from torchmm.extensions.remote.producers.registry import (
-    FORGOTTEN_S,
+    EXPIRY_S,
     MAX_PRODUCERS_PER_HOST,
+    ProducerStatus,
     Registry,
-    Reported,
-    Reporter,
-    ask_registry,
-    own_registry,
+    StatusReporter,
+    list_producers,
+    run_local_registry,
+)
+from torchmm.extensions.remote.producers.rpc import (
+    TOKEN_VARIABLE,
+    call_options,
+    clean_message,
+    connect_client,
 )
 from torchmm.extensions.remote.registry import main as registry_program
 from torchmm.extensions.remote.registry import make_parser as registry_parser
@@ -43,20 +48,20 @@ class Reporting:
         self.site = site
         self.registry = Registry("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.registry.port}"
-        self.reporters: list[Reporter] = []
+        self.reporters: list[StatusReporter] = []
 
     def add(self, **options) -> str:
         address = self.site.producer(**options)
         load = partial(self.site.opened[-1].load, address)
-        self.reporters.append(Reporter(self.address, load))
+        self.reporters.append(StatusReporter(self.address, load))
         self.until(lambda listed: address in listed)
         return address
 
     def listed(self) -> list[str]:
-        return [each.address for each in ask_registry(connect(self.address, None, 10**6))]
+        return [each.address for each in list_producers(connect_client(self.address, None, 10**6))]
 
     def until(self, condition) -> None:
-        deadline = time.monotonic() + 3 * FORGOTTEN_S
+        deadline = time.monotonic() + 3 * EXPIRY_S
         while not condition(self.listed()):
             assert time.monotonic() < deadline, self.listed()
             time.sleep(0.05)
@@ -138,20 +143,20 @@ def test_missing_registry_is_reported(site):
 
 
 def test_registry_requires_token_and_valid_reports(reporting, monkeypatch):
-    client = connect(reporting.address, None, 10**6)
+    client = connect_client(reporting.address, None, 10**6)
     for kind, body in {
         "report": b"{",
         "leave": b"[]",
-        "other": json.dumps(Reported("a:1", "f", 1, 0)._asdict()).encode(),
+        "other": json.dumps(ProducerStatus("a:1", "f", 1, 0)._asdict()).encode(),
     }.items():
         with pytest.raises(flight.FlightServerError):
-            list(client.do_action(flight.Action(kind, body), within(5)))
+            list(client.do_action(flight.Action(kind, body), call_options(5)))
     guarded = Registry("127.0.0.1:0", token="secret")
-    client_without_token = connect(f"127.0.0.1:{guarded.port}", None, 10**6)
+    client_without_token = connect_client(f"127.0.0.1:{guarded.port}", None, 10**6)
     with pytest.raises(flight.FlightUnauthenticatedError, match="no token"):
-        ask_registry(client_without_token)
+        list_producers(client_without_token)
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert ask_registry(client_without_token) == []
+    assert list_producers(client_without_token) == []
     guarded.shutdown()
 
 
@@ -172,17 +177,17 @@ WRONG_REPORTS = [
 
 
 def report(client, kind="report", **changes):
-    body = json.dumps(Reported("a:1", "f", 1, 0)._asdict() | changes).encode()
-    list(client.do_action(flight.Action(kind, body), within(5)))
+    body = json.dumps(ProducerStatus("a:1", "f", 1, 0)._asdict() | changes).encode()
+    list(client.do_action(flight.Action(kind, body), call_options(5)))
 
 
 @pytest.mark.parametrize("wrong", WRONG_REPORTS, ids=lambda w: ascii(w)[:40])
 def test_registry_rejects_malformed_report(reporting, wrong, caplog):
     caplog.set_level("INFO")
-    client = connect(reporting.address, None, 10**6)
+    client = connect_client(reporting.address, None, 10**6)
     with pytest.raises(flight.FlightServerError, match="invalid report of a producer") as caught:
         report(client, **wrong)
-    assert said(caught.value).isprintable()
+    assert clean_message(caught.value).isprintable()
     assert reporting.listed() == [] and not caplog.records
     for right in ("node-3.example_1:7411", "10.0.0.7:65535", "[fd00::7]:7411"):
         report(client, address=right, workers=4096)
@@ -192,7 +197,7 @@ def test_registry_rejects_malformed_report(reporting, wrong, caplog):
 def test_large_report_does_not_interrupt_run(reporting, site):
     """Check a report of 10^7 workers, which previously stopped the runs that used the registry."""
     reporting.add()
-    client = connect(reporting.address, None, 10**6)
+    client = connect_client(reporting.address, None, 10**6)
     fingerprint = site.opened[0].load("a:1").fingerprint
     for workers in (10**7, 10**12):
         with pytest.raises(flight.FlightServerError):
@@ -206,34 +211,35 @@ def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
     registry = reporting.registry
     now_s = [0.0]
     monkeypatch.setattr(registry_module.time, "monotonic", lambda: now_s[0])
-    right = Reported("right:1", "f", 1, 0)
-    registry._hear("report", right, "ipv4:10.0.0.1")
+    right = ProducerStatus("right:1", "f", 1, 0)
+    registry._update("report", right, "ipv4:10.0.0.1")
     for number in range(MAX_PRODUCERS_PER_HOST):
-        registry._hear("report", Reported(f"wrong{number}:1", "f", 1, 0), "ipv4:10.0.0.9")
+        registry._update("report", ProducerStatus(f"wrong{number}:1", "f", 1, 0), "ipv4:10.0.0.9")
     with pytest.raises(ValueError, match=r"10\.0\.0\.9 has 256 producers, but the limit is 256"):
-        registry._hear("report", Reported("wrong:1", "f", 1, 0), "ipv4:10.0.0.9")
-    registry._hear("report", right, "ipv4:10.0.0.1")
-    registry._hear("report", Reported("second:1", "f", 1, 0), "ipv4:10.0.0.2")
+        registry._update("report", ProducerStatus("wrong:1", "f", 1, 0), "ipv4:10.0.0.9")
+    registry._update("report", right, "ipv4:10.0.0.1")
+    registry._update("report", ProducerStatus("second:1", "f", 1, 0), "ipv4:10.0.0.2")
     for kind in ("report", "leave"):  # an address belongs to the host that reports it
         with pytest.raises(ValueError, match=r"right:1 is reported by ipv4:10\.0\.0\.1"):
-            registry._hear(kind, right, "ipv4:10.0.0.9")
-    assert right in registry.listed()
-    monkeypatch.setattr(registry_module, "MOST_PRODUCERS", len(registry._last))
-    registry._hear("report", right, "ipv4:10.0.0.1")  # listed producers can always report
+            registry._update(kind, right, "ipv4:10.0.0.9")
+    assert right in registry.list_active()
+    monkeypatch.setattr(registry_module, "MAX_PRODUCERS", len(registry._entries))
+    registry._update("report", right, "ipv4:10.0.0.1")  # listed producers can always report
     with pytest.raises(ValueError, match="258 producers are registered"):
-        registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
-    now_s[0] += FORGOTTEN_S  # the made-up addresses expire, though no trainer lists producers
-    registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
-    assert registry.listed() == [Reported("third:1", "f", 1, 0)]
+        registry._update("report", ProducerStatus("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    now_s[0] += EXPIRY_S  # the made-up addresses expire, though no trainer lists producers
+    registry._update("report", ProducerStatus("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    assert registry.list_active() == [ProducerStatus("third:1", "f", 1, 0)]
 
 
 def test_request_order_limits_many_workers():
-    many = [Reported(f"n{number}:1", "f", 4096, 0) for number in range(2000)]
+    many = [ProducerStatus(f"n{number}:1", "f", 4096, 0) for number in range(2000)]
     begin_s = time.monotonic()
-    assert len(in_turn(many, 7)) == 2000
+    assert len(order_producers(many, 7)) == 2000
     assert time.monotonic() - begin_s < 5
     firsts = [
-        in_turn([*many[:9], Reported("small:1", "f", 1, 0)], n)[0] for n in range(0, 20000, 50)
+        order_producers([*many[:9], ProducerStatus("small:1", "f", 1, 0)], n)[0]
+        for n in range(0, 20000, 50)
     ]
     assert {each.address for each in many[:9]} <= set(firsts)
     assert firsts.count("small:1") <= 1
@@ -266,16 +272,16 @@ def test_programs_with_half_tls_pair_are_rejected(option, monkeypatch, capsys):
 
 def test_reports_to_remote_registry_require_encryption():
     with pytest.raises(ConnectionError, match="requires encryption"):
-        Reporter("192.0.2.1:7", lambda: Reported("a:1", "f", 1, 0))
+        StatusReporter("192.0.2.1:7", lambda: ProducerStatus("a:1", "f", 1, 0))
 
 
 def test_run_starts_registry_on_its_host_only():
-    with own_registry(ProducersConfig()) as none:
+    with run_local_registry(ProducersConfig()) as none:
         assert none is None
-    with own_registry(ProducersConfig(registry="10.0.0.1:7")) as none:
+    with run_local_registry(ProducersConfig(registry="10.0.0.1:7")) as none:
         assert none is None
-    with own_registry(ProducersConfig(registry="127.0.0.1:0")) as registry:
-        second = own_registry(ProducersConfig(registry=f"127.0.0.1:{registry.port}"))
+    with run_local_registry(ProducersConfig(registry="127.0.0.1:0")) as registry:
+        second = run_local_registry(ProducersConfig(registry=f"127.0.0.1:{registry.port}"))
         with pytest.raises(ConfigError, match="cannot listen on"):
             second.__enter__()
 
@@ -300,15 +306,15 @@ def test_kubernetes_manifest_uses_valid_arguments():
 
 
 def test_requests_are_proportional_to_workers():
-    small, large = Reported("small:1", "f", 1, 0), Reported("large:1", "f", 3, 0)
-    firsts = [in_turn([small, large], step)[0] for step in range(8)]
+    small, large = ProducerStatus("small:1", "f", 1, 0), ProducerStatus("large:1", "f", 3, 0)
+    firsts = [order_producers([small, large], step)[0] for step in range(8)]
     assert firsts.count("large:1") == 6 and firsts[:4] == firsts[4:]
-    assert all(len(in_turn([small, large], step)) == 2 for step in range(8))
-    assert in_turn([], 3) == []
+    assert all(len(order_producers([small, large], step)) == 2 for step in range(8))
+    assert order_producers([], 3) == []
 
 
 def test_busy_and_unresponsive_producers_are_last():
-    idle, busy = Reported("idle:1", "f", 1, 1), Reported("busy:1", "f", 1, 2)
-    assert all(in_turn([idle, busy], step) == ["idle:1", "busy:1"] for step in range(4))
-    last = in_turn([idle, busy], 0, avoided={"idle:1": 0.0})
+    idle, busy = ProducerStatus("idle:1", "f", 1, 1), ProducerStatus("busy:1", "f", 1, 2)
+    assert all(order_producers([idle, busy], step) == ["idle:1", "busy:1"] for step in range(4))
+    last = order_producers([idle, busy], 0, avoided={"idle:1": 0.0})
     assert last == ["busy:1", "idle:1"]

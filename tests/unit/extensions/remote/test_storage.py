@@ -17,11 +17,11 @@ from tiny_recipe import QUICKSTART
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.files.remote_files import RemoteFile, RemotePath
 from torchmm.extensions.remote.storage.block_cache import BlockCache
-from torchmm.extensions.remote.storage.clients import ReplacedError, StoreClient
 from torchmm.extensions.remote.storage.remote_files import (
     BLOCK_BYTES,
-    Storage,
+    RemoteFileSystem,
 )
+from torchmm.extensions.remote.storage.store_client import ReplacedError, StoreClient
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 
@@ -34,11 +34,13 @@ def store(object_server):
     return object_server
 
 
-def open_storage(path: Path, limit_bytes: int = 10**8, retry_timeout_s: float = 20.0) -> Storage:
-    return Storage(path / "cache", limit_bytes, retry_timeout_s)
+def open_storage(
+    path: Path, limit_bytes: int = 10**8, retry_timeout_s: float = 20.0
+) -> RemoteFileSystem:
+    return RemoteFileSystem(path / "cache", limit_bytes, retry_timeout_s)
 
 
-def large_file(storage: Storage) -> RemoteFile:
+def large_file(storage: RemoteFileSystem) -> RemoteFile:
     file = storage.find("s3://first/x/a.bin")
     assert file is not None
     return file
@@ -198,7 +200,7 @@ def test_damaged_cache_entry_is_replaced(store, tmp_path, caplog):
     changed_entry.write_bytes(content)
     truncated_entry.write_bytes(truncated_entry.read_bytes()[:5000])
     assert storage.read(file, 0, 2 * BLOCK_BYTES) == CONTENT[: 2 * BLOCK_BYTES]
-    assert storage.cache.damaged == 2
+    assert storage.cache.num_damaged == 2
     assert caplog.text.count("is corrupt") == 2
 
 

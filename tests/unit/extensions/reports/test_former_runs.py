@@ -8,7 +8,7 @@ import tomli
 import tomli_w
 
 from torchmm.commands import compare_runs, show_run
-from torchmm.extensions.reports.page.contents import read_run
+from torchmm.extensions.reports.page.run_contents import read_run
 from torchmm.recipe.changes import RENAMED_METRICS, with_current_names
 from torchmm.recipe.read import changed_values
 

@@ -12,8 +12,8 @@ from tiny_recipe import QUICKSTART
 
 from torchmm.data.record_formats.sample import Record, SampleOptions
 from torchmm.data.sources.reader import SampleReader
-from torchmm.extensions.reports.inspection.findings import text_runs
-from torchmm.extensions.reports.inspection.pictures import file_pictures
+from torchmm.extensions.reports.inspection.encoder_images import displayed_images
+from torchmm.extensions.reports.inspection.findings import split_token_spans
 from torchmm.recipe.data_section import DataConfig
 
 ROOT = Path(__file__).parents[4]
@@ -27,7 +27,7 @@ def test_prepared_image_is_shown_without_loss(tokenizer, text_spec, spec, width,
     reader = SampleReader(DataConfig(), 64, text_spec, {"vision": spec}, tokenizer)
     file = png(width, height)  # a size that no processor changes
     sample = reader.read(Record({"image": file, "text": "a dog"}))
-    original, prepared = file_pictures(reader, file, sample.images[0])
+    original, prepared = displayed_images(reader, file, sample.images[0])
     assert prepared.size == (width, height)
     assert np.abs(np.asarray(original, int) - np.asarray(prepared, int)).max() <= 1
 
@@ -37,7 +37,7 @@ def test_token_runs_show_loss_mask(tokenizer, text_spec):
     options = SampleOptions(prompt="picture of ")
     record = Record({"image": png(16, 16), "text": "a red dog"}, options=options)
     sample = reader.read(record)
-    runs = text_runs(sample.text, [i.tokens for i in sample.images], tokenizer)
+    runs = split_token_spans(sample.text, [i.tokens for i in sample.images], tokenizer)
     assert [(r.text, r.loss, r.image) for r in runs] == [
         ("<s>", False, None), ("", False, 0), ("picture of ", False, None),
         ("a red dog</s>", True, None),

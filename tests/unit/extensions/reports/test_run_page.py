@@ -20,15 +20,15 @@ from rich.console import Console
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
 from torchmm.extensions.evaluation.sample_plots import write_thumbnail
-from torchmm.extensions.reports.page import pages
-from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
-from torchmm.extensions.reports.page.pages import (
+from torchmm.extensions.reports.page import html_pages
+from torchmm.extensions.reports.page.html_pages import (
     PageSink,
-    comparison_page,
-    run_page,
+    render_comparison_page,
+    render_run_page,
     write_run_page,
 )
-from torchmm.extensions.reports.page.sections import comparison, recipe_differences
+from torchmm.extensions.reports.page.run_contents import MAX_POINTS, downsample_curve, read_run
+from torchmm.extensions.reports.page.sections import compare_metrics, recipe_differences
 from torchmm.training.shutdown import Status, write_status
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -86,7 +86,7 @@ def test_report_contains_run_files(run_dir: Path) -> None:
 
 def test_report_escapes_data(run_dir: Path) -> None:
     (run_dir / "recipe.toml").write_text(tomli_w.dumps({"name": EVIL}))
-    page = run_page(read_run(run_dir))
+    page = render_run_page(read_run(run_dir))
     assert "<script>document" not in page and "<img src=x" not in page
     assert "&lt;script&gt;document" in page
 
@@ -101,8 +101,8 @@ def test_report_runs_no_script_of_files(run_dir: Path) -> None:
     samples = json.loads((run_dir / "samples.json").read_text())
     odd = [samples[0] | {key: EVIL} for key in ("index", "step", "source", "picture", "prompt")]
     (run_dir / "samples.json").write_text(json.dumps([*samples, *odd]))
-    page = run_page(read_run(run_dir))
-    script = (Path(pages.__file__).parent / "charts.js").read_text()
+    page = render_run_page(read_run(run_dir))
+    script = (Path(html_pages.__file__).parent / "charts.js").read_text()
     assert page.count("<script>") == 1 and f"<script>{script}</script>" in page
     assert "<svg" not in page and "<img src=x" not in page and "alert(1)&gt;" in page
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -120,7 +120,7 @@ def test_report_includes_no_outside_file(run_dir: Path, tmp_path: Path, name: st
     sample = {"source": "s", "index": 0, "step": 1, "truth": "", "generated": "A boat."}
     place = str(secret) if name == "/{}" else name.format(secret.name)
     (run_dir / "samples.json").write_text(json.dumps([sample | {"picture": place}]))
-    page = run_page(read_run(run_dir))
+    page = render_run_page(read_run(run_dir))
     assert "data:image/png" not in page and "is skipped" in page
     for text in (SECRET.encode(), secret.read_bytes()):
         assert base64.b64encode(text).decode() not in page
@@ -131,7 +131,7 @@ def test_report_follows_no_outside_link(run_dir: Path, tmp_path: Path, file: str
     (tmp_path / "secret").write_text(f'name = "{SECRET}" # <svg')
     (run_dir / file).unlink(missing_ok=True)
     (run_dir / file).symlink_to(tmp_path / "secret")
-    page = run_page(read_run(run_dir))
+    page = render_run_page(read_run(run_dir))
     assert SECRET not in page and f"{file}&#x27; is skipped" in page
     assert page.count("data:image/svg+xml") == 1
 
@@ -182,14 +182,14 @@ def test_report_skips_values_of_wrong_type(
         for content in contents:
             line = json.dumps(content).encode() + b"\n"
             (run_dir / name).write_bytes(original + line if name.endswith("jsonl") else line)
-            assert "Curves" in run_page(read_run(run_dir))
+            assert "Curves" in render_run_page(read_run(run_dir))
             assert show_run.main() == 0
         (run_dir / name).write_bytes(original)
     if isinstance(value, (bool, int, str, list, dict)) and value not in (10**400, [[1]]):
         for table in odd(recipe)[:-1]:
             (run_dir / "recipe.toml").write_text(tomli_w.dumps(table))
-            assert "Curves" in run_page(read_run(run_dir))
-            assert comparison_page([read_run(run_dir)] * 2)
+            assert "Curves" in render_run_page(read_run(run_dir))
+            assert render_comparison_page([read_run(run_dir)] * 2)
     capsys.readouterr()
 
 
@@ -197,7 +197,7 @@ def test_report_skips_values_of_wrong_type(
 def test_report_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -> None:
     write_run(tmp_path / name, 0.01)
     monkeypatch.chdir(tmp_path)
-    page = run_page(read_run(Path(name)))
+    page = render_run_page(read_run(Path(name)))
     commands = [
         unescape(text) for text in re.findall(r"<pre>((?:torchrun|torchmm) .*?)</pre>", page, re.S)
     ]
@@ -247,7 +247,7 @@ def test_report_accepts_missing_or_damaged_files(
     (run_dir / file).unlink(missing_ok=True)
     if content is not None:
         (run_dir / file).write_bytes(content)
-    assert "Curves" in run_page(read_run(run_dir))
+    assert "Curves" in render_run_page(read_run(run_dir))
 
 
 def test_folder_without_steps_is_not_run(tmp_path: Path) -> None:
@@ -259,15 +259,15 @@ def test_downsampled_curve_preserves_extremes() -> None:
     points = [(step, float(step % 7)) for step in range(100_000)]
     points[43_210] = (43_210, 99.0)
     points[77_777] = (77_777, -99.0)
-    sampled = thinned(points)
-    assert len(sampled) <= MOST_POINTS and sampled == sorted(sampled)
+    sampled = downsample_curve(points)
+    assert len(sampled) <= MAX_POINTS and sampled == sorted(sampled)
     assert {points[0], points[-1], points[43_210], points[77_777]} <= set(sampled)
-    assert thinned(points[:50]) == points[:50]
+    assert downsample_curve(points[:50]) == points[:50]
 
 
 def test_report_is_rewritten_after_interval(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(html_pages.time, "monotonic", lambda: now[0])
     sink, page = PageSink(run_dir), run_dir / "index.html"
     found = []
     for later_s in (0.0, 29.0, 2.0):
@@ -282,7 +282,7 @@ def test_report_is_rewritten_after_interval(run_dir: Path, monkeypatch: pytest.M
 def test_only_report_of_active_run_reloads(run_dir: Path, state: str, renews: str) -> None:
     (run_dir / "STATUS.json").unlink()
     write_status(run_dir, Status(state, 20, 0))  # type: ignore[arg-type]
-    assert f'data-renew-s="{renews}"' in run_page(read_run(run_dir))
+    assert f'data-renew-s="{renews}"' in render_run_page(read_run(run_dir))
 
 
 def test_comparison_shows_runs_side_by_side(
@@ -290,12 +290,12 @@ def test_comparison_shows_runs_side_by_side(
 ) -> None:
     runs = [read_run(write_run(tmp_path / name, lr)) for name, lr in (("a", 0.01), ("b", 0.02))]
     assert recipe_differences(runs) == {"name": ["a", "b"], "optimizer.lr": ["0.01", "0.02"]}
-    figures = comparison(runs)
+    figures = compare_metrics(runs)
     assert (
         figures["last loss"] == ["0.2500"] * 2 and figures["best validation loss"] == ["1.5000"] * 2
     )
     assert figures["peak memory"] == ["1.00 GiB"] * 2 and "MFU (median)" not in figures
-    page = comparison_page(runs)
+    page = render_comparison_page(runs)
     assert '"name":"a: training"' in page and '"name":"b: validation"' in page
     print_comparison(Console(width=100), runs)
     assert "optimizer.lr" in capsys.readouterr().out
@@ -317,7 +317,7 @@ def render_page(page: str, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_browser_renders_charts_without_errors(run_dir: Path, tmp_path: Path) -> None:
-    page = run_page(read_run(run_dir))
+    page = render_run_page(read_run(run_dir))
     dom, errors = render_page(page, tmp_path)
     charts = page.count('<figure class="chart">')
     assert not errors and charts == 5

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from torchmm.commands import show_run
-from torchmm.extensions.reports.page.contents import RunContents
+from torchmm.extensions.reports.page.run_contents import RunContents
 from torchmm.training.shutdown import Status, write_status
 from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 

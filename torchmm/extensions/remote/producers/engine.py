@@ -20,7 +20,7 @@ Windows and macOS, where this is the default.
 
 
 @contextmanager
-def started_producers(
+def run_producers(
     data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Run the producers of the engine of the recipe. For one process of the run.

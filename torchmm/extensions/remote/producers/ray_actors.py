@@ -25,13 +25,13 @@ import ray
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.remote.producers import ray_cleanup
-from torchmm.extensions.remote.producers.calls import (
+from torchmm.extensions.remote.producers.registry import StatusReporter
+from torchmm.extensions.remote.producers.rpc import (
     TOKEN_VARIABLE,
     check_exposure,
-    key_pair,
     read_certificate,
+    read_key_pair,
 )
-from torchmm.extensions.remote.producers.registry import Reporter
 from torchmm.extensions.remote.producers.server import open_producer
 from torchmm.recipe.data_section import DataConfig, is_local
 from torchmm.recipe.training_section import TrainingConfig
@@ -52,7 +52,7 @@ class ProducerActor:
         assert config.registry is not None
         host = "127.0.0.1" if is_local(config.registry) else ray.util.get_node_ip_address()
         token = os.environ.get(TOKEN_VARIABLE)
-        certificate = key_pair(config.tls_certificate, config.tls_key)
+        certificate = read_key_pair(config.tls_certificate, config.tls_key)
         check_exposure(f"{host}:0", certificate is not None, token)
         self._producer = open_producer(
             data,
@@ -64,9 +64,11 @@ class ProducerActor:
             certificate=certificate,
         )
         self._address = f"{host}:{self._producer.port}"
-        trusted = read_certificate("data.producers.ca_certificate", config.ca_certificate)
+        registry_certificate = read_certificate(
+            "data.producers.ca_certificate", config.ca_certificate
+        )
         load = partial(self._producer.load, self._address)
-        self._reporter = Reporter(config.registry, load, trusted)
+        self._reporter = StatusReporter(config.registry, load, registry_certificate)
 
     def describe(self) -> tuple[str, int]:
         """Return the address and the process id of the producer."""
@@ -90,13 +92,15 @@ class RayProducers:
     ) -> None:
         count = data.producers.count
         workers = data.producers.workers
-        alone = not os.environ.get("RAY_ADDRESS")
-        self._ours = _connect(alone)
+        starts_cluster = not os.environ.get("RAY_ADDRESS")
+        self._owns_cluster = _connect(starts_cluster)
         # Stored once, for all actors and all of their restarts.
-        self._given = [ray.put(each) for each in (data, training, dict(specs))]
-        kind = ray.remote(ProducerActor)
+        self._arguments = [ray.put(each) for each in (data, training, dict(specs))]
+        actor_class = ray.remote(ProducerActor)
         # A local cluster does not share its cores with other programs.
-        self._kind = kind.options(num_cpus=0 if alone else workers, max_restarts=-1)
+        self._actor_class = actor_class.options(
+            num_cpus=0 if starts_cluster else workers, max_restarts=-1
+        )
         self.actors: list[Any] = []
         for _ in range(count):
             self.add()
@@ -104,7 +108,7 @@ class RayProducers:
 
     def add(self) -> Any:
         """Start one more producer as soon as the cluster has cores for it."""
-        self.actors.append(self._kind.remote(*self._given))
+        self.actors.append(self._actor_class.remote(*self._arguments))
         return self.actors[-1]
 
     def remove(self, actor: Any) -> None:
@@ -116,7 +120,7 @@ class RayProducers:
         """Stop all producers, and Ray if this process has started it."""
         for actor in list(self.actors):
             self.remove(actor)
-        if self._ours:
+        if self._owns_cluster:
             ray.shutdown()
 
 
@@ -131,7 +135,7 @@ def _make_directory() -> str:
     return directory
 
 
-def _connect(alone: bool) -> bool:
+def _connect(starts_cluster: bool) -> bool:
     """Connect to the cluster at RAY_ADDRESS, or start a cluster that is limited to this host.
 
     Args:
@@ -151,8 +155,8 @@ def _connect(alone: bool) -> bool:
     }
     stopped_by = signal.getsignal(signal.SIGTERM)
     try:
-        given = {**local, "_temp_dir": _make_directory()} if alone else {}
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, **given)
+        init_options = {**local, "_temp_dir": _make_directory()} if starts_cluster else {}
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **init_options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f'data.producers.engine = "ray": {error}') from error
     finally:

@@ -1,6 +1,6 @@
 """Registry of the available producers and their load.
 
-Producers report every second. A producer that has not reported for `FORGOTTEN_S` is removed, so
+Producers report every second. A producer that has not reported for `EXPIRY_S` is removed, so
 that producers may start, stop and fail during a run. Trainers request the list periodically. A
 registry makes no decisions and stores no state: after a restart, it has all producers within a
 second. In the meantime, trainers continue with the producers of their last list.
@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 from pyarrow import flight
 
 from torchmm.data.corrupt import escape_text
-from torchmm.extensions.remote.producers.calls import (
-    IN_VAIN,
+from torchmm.extensions.remote.producers.rpc import (
+    CALL_ERRORS,
     TOKEN_VARIABLE,
     Certificate,
-    Server,
-    connect,
-    describe,
-    single_response,
-    within,
+    FlightServer,
+    call_options,
+    connect_client,
+    describe_error,
+    read_single_response,
 )
 from torchmm.recipe.data_section import (
     MAX_PRODUCER_WORKERS,
@@ -42,21 +42,21 @@ from torchmm.recipe.data_section import (
 )
 
 REPORT_S = 1.0
-FORGOTTEN_S = 5.0
-ANSWER_S = 5.0
+EXPIRY_S = 5.0
+RESPONSE_TIMEOUT_S = 5.0
 """Time limit of the response of a registry in seconds."""
-MOST_REPORT_BYTES = 10_000
-MOST_PRODUCERS = 10_000
+MAX_REPORT_BYTES = 10_000
+MAX_PRODUCERS = 10_000
 MAX_PRODUCERS_PER_HOST = 256
-"""Limit on the addresses that one host reports, so that it cannot use all of `MOST_PRODUCERS`."""
-MOST_LIST_BYTES = MOST_PRODUCERS * 1000
+"""Limit on the addresses that one host reports, so that it cannot use all of `MAX_PRODUCERS`."""
+MAX_LIST_BYTES = MAX_PRODUCERS * 1000
 MAX_UNFINISHED = 10**9
 MAX_FINGERPRINT_CHARACTERS = 128
 
 logger = logging.getLogger(__name__)
 
 
-class Reported(NamedTuple):
+class ProducerStatus(NamedTuple):
     """Report of a producer.
 
     Attributes:
@@ -72,7 +72,7 @@ class Reported(NamedTuple):
     unfinished: int
 
     @classmethod
-    def of(cls, values: Any) -> Reported:
+    def of(cls, values: Any) -> ProducerStatus:
         """Return the report in a JSON object.
 
         Raises:
@@ -82,17 +82,17 @@ class Reported(NamedTuple):
             found = cls(**values)
             found._check()
         except (TypeError, ValueError) as error:
-            why = escape_text(str(error), 200)
+            reason = escape_text(str(error), 200)
             raise ValueError(
-                f"invalid report of a producer: {escape_text(repr(values), 200)}: {why}"
+                f"invalid report of a producer: {escape_text(repr(values), 200)}: {reason}"
             ) from error
         return found
 
     def _check(self) -> None:
-        for key, most in (("workers", MAX_PRODUCER_WORKERS), ("unfinished", MAX_UNFINISHED)):
+        for key, maximum in (("workers", MAX_PRODUCER_WORKERS), ("unfinished", MAX_UNFINISHED)):
             value = getattr(self, key)
-            if type(value) is not int or not (key == "workers") <= value <= most:
-                raise ValueError(f"{key} is not an integer of at most {most}")
+            if type(value) is not int or not (key == "workers") <= value <= maximum:
+                raise ValueError(f"{key} is not an integer of at most {maximum}")
         if not isinstance(self.address, str) or not is_host_port(self.address):
             raise ValueError("address is not HOST:PORT")
         name = self.fingerprint
@@ -102,7 +102,7 @@ class Reported(NamedTuple):
             raise ValueError(f"fingerprint has more than {MAX_FINGERPRINT_CHARACTERS} characters")
 
 
-class _Known(NamedTuple):
+class _RegistryEntry(NamedTuple):
     """Report and its origin.
 
     Attributes:
@@ -113,21 +113,21 @@ class _Known(NamedTuple):
 
     at_s: float
     host: str
-    report: Reported
+    report: ProducerStatus
 
     def is_expired(self, now_s: float) -> bool:
-        """Return True if the producer has not reported for `FORGOTTEN_S`."""
-        return now_s - self.at_s >= FORGOTTEN_S
+        """Return True if the producer has not reported for `EXPIRY_S`."""
+        return now_s - self.at_s >= EXPIRY_S
 
 
-class Registry(Server):
-    """Server that stores the reports of producers, with the arguments of `Server`."""
+class Registry(FlightServer):
+    """Server that stores the reports of producers, with the arguments of `FlightServer`."""
 
     def __init__(
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
         self._lock = threading.Lock()
-        self._last: dict[str, _Known] = {}
+        self._entries: dict[str, _RegistryEntry] = {}
         """Reports by address."""
         super().__init__(bind, token, certificate)
 
@@ -135,53 +135,56 @@ class Registry(Server):
         """Handle `report` and `leave` of a producer, and `list` of a trainer."""
         self.watch.accept(context.peer())
         if action.type == "list":
-            body = json.dumps([each._asdict() for each in self.listed()]).encode()
+            body = json.dumps([each._asdict() for each in self.list_active()]).encode()
             return self.respond(context, body)
         try:
-            if action.body.size > MOST_REPORT_BYTES:
+            if action.body.size > MAX_REPORT_BYTES:
                 raise ValueError(f"a report of {action.body.size} bytes")
-            said = Reported.of(json.loads(action.body.to_pybytes()))
-            self._hear(action.type, said, context.peer().rpartition(":")[0])
+            status = ProducerStatus.of(json.loads(action.body.to_pybytes()))
+            self._update(action.type, status, context.peer().rpartition(":")[0])
         except (ValueError, RecursionError) as error:
             raise flight.FlightServerError(str(error)) from error
         return iter([])
 
-    def listed(self) -> list[Reported]:
+    def list_active(self) -> list[ProducerStatus]:
         """Return the available producers, sorted by address."""
         with self._lock:
-            self._forget(time.monotonic())
-            return [known.report for _, known in sorted(self._last.items())]
+            self._remove_expired(time.monotonic())
+            return [known.report for _, known in sorted(self._entries.items())]
 
-    def _forget(self, now_s: float) -> None:
-        """Remove producers that have not reported for `FORGOTTEN_S`."""
-        self._last = {a: each for a, each in self._last.items() if not each.is_expired(now_s)}
+    def _remove_expired(self, now_s: float) -> None:
+        """Remove producers that have not reported for `EXPIRY_S`."""
+        self._entries = {a: each for a, each in self._entries.items() if not each.is_expired(now_s)}
 
-    def _hear(self, kind: str, said: Reported, host: str) -> None:
+    def _update(self, kind: str, status: ProducerStatus, host: str) -> None:
         if kind not in ("report", "leave"):
             raise ValueError(f"cannot {kind[:20]!r}")
         now_s = time.monotonic()
         with self._lock:
-            known = self._last.get(said.address)
+            known = self._entries.get(status.address)
             if known is not None and known.host != host and not known.is_expired(now_s):
-                raise ValueError(f"{said.address} is reported by {known.host}")
+                raise ValueError(f"{status.address} is reported by {known.host}")
             if kind == "leave":
-                self._last.pop(said.address, None)
+                self._entries.pop(status.address, None)
                 return
             if known is None:
-                self._forget(now_s)
-                own = sum(each.host == host for each in self._last.values())
-                if own >= MAX_PRODUCERS_PER_HOST:
-                    text = f"{host} has {own} producers, but the limit is {MAX_PRODUCERS_PER_HOST}"
+                self._remove_expired(now_s)
+                num_on_host = sum(each.host == host for each in self._entries.values())
+                if num_on_host >= MAX_PRODUCERS_PER_HOST:
+                    text = (
+                        f"{host} has {num_on_host} producers, but the limit is "
+                        f"{MAX_PRODUCERS_PER_HOST}"
+                    )
                     raise ValueError(text)
-                if len(self._last) >= MOST_PRODUCERS:
-                    text = f"{len(self._last)} producers are registered, the maximum"
+                if len(self._entries) >= MAX_PRODUCERS:
+                    text = f"{len(self._entries)} producers are registered, the maximum"
                     raise ValueError(text)
-                logger.info("producer %s with %d workers", said.address, said.workers)
-            self._last[said.address] = _Known(now_s, host, said)
+                logger.info("producer %s with %d workers", status.address, status.workers)
+            self._entries[status.address] = _RegistryEntry(now_s, host, status)
 
 
 @contextmanager
-def own_registry(config: ProducersConfig) -> Iterator[Registry | None]:
+def run_local_registry(config: ProducersConfig) -> Iterator[Registry | None]:
     """Run the registry of a run if its address is on this host. For one process of the run.
 
     Raises:
@@ -197,7 +200,7 @@ def own_registry(config: ProducersConfig) -> Iterator[Registry | None]:
         registry.shutdown()
 
 
-class Reporter:
+class StatusReporter:
     """Thread that reports the load of a producer to a registry until it is closed.
 
     Args:
@@ -211,53 +214,59 @@ class Reporter:
     """
 
     def __init__(
-        self, registry: str, load: Callable[[], Reported], certificate: bytes | None = None
+        self, registry: str, load: Callable[[], ProducerStatus], certificate: bytes | None = None
     ) -> None:
         self._registry = registry
         self._load = load
-        self._client = connect(registry, certificate, MOST_REPORT_BYTES)
+        self._client = connect_client(registry, certificate, MAX_REPORT_BYTES)
         self._closing = threading.Event()
-        self._silent = False
+        self._is_disconnected = False
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Report that the producer stops."""
         self._closing.set()
-        self._thread.join(2 * ANSWER_S)
-        with suppress(*IN_VAIN):
+        self._thread.join(2 * RESPONSE_TIMEOUT_S)
+        with suppress(*CALL_ERRORS):
             self._send("leave")
 
     def _run(self) -> None:
         while True:
             try:
                 self._send("report")
-                self._silent = False
-            except IN_VAIN as error:
-                if not self._silent:  # logged once per outage
+                self._is_disconnected = False
+            except CALL_ERRORS as error:
+                if not self._is_disconnected:  # logged once per outage
                     logger.warning(
-                        "registry %s: %s; reporting continues", self._registry, describe(error)
+                        "registry %s: %s; reporting continues",
+                        self._registry,
+                        describe_error(error),
                     )
-                self._silent = True
+                self._is_disconnected = True
             if self._closing.wait(REPORT_S):
                 return
 
     def _send(self, kind: str) -> None:
         body = json.dumps(self._load()._asdict()).encode()
-        for _ in self._client.do_action(flight.Action(kind, body), within(ANSWER_S)):
+        for _ in self._client.do_action(
+            flight.Action(kind, body), call_options(RESPONSE_TIMEOUT_S)
+        ):
             raise ValueError("a response to a report")
 
 
-def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> list[Reported]:
+def list_producers(
+    client: flight.FlightClient, timeout_s: float = RESPONSE_TIMEOUT_S
+) -> list[ProducerStatus]:
     """Return the producers in a registry.
 
     Raises:
-        errors in `IN_VAIN`: The registry does not respond, or the response is invalid.
+        errors in `CALL_ERRORS`: The registry does not respond, or the response is invalid.
     """
-    results = client.do_action(flight.Action("list", b""), within(timeout_s))
-    listed = json.loads(single_response(results, MOST_LIST_BYTES))
-    if not isinstance(listed, list) or len(listed) > MOST_PRODUCERS:
+    results = client.do_action(flight.Action("list", b""), call_options(timeout_s))
+    listed = json.loads(read_single_response(results, MAX_LIST_BYTES))
+    if not isinstance(listed, list) or len(listed) > MAX_PRODUCERS:
         raise ValueError(
-            f"the registry response is not a list of at most {MOST_PRODUCERS} producers"
+            f"the registry response is not a list of at most {MAX_PRODUCERS} producers"
         )
-    return [Reported.of(each) for each in listed]
+    return [ProducerStatus.of(each) for each in listed]

@@ -23,33 +23,33 @@ from pyarrow import flight
 from torchmm.common.errors import TorchmmError
 from torchmm.data.items import Item, PackItems
 from torchmm.data.sources.open import Samples, open_samples
-from torchmm.extensions.remote.producers.calls import Certificate, Server
-from torchmm.extensions.remote.producers.messages import (
+from torchmm.extensions.remote.producers.decode_queue import DecodeJob, DecodeQueue
+from torchmm.extensions.remote.producers.registry import ProducerStatus
+from torchmm.extensions.remote.producers.rpc import Certificate, FlightServer
+from torchmm.extensions.remote.producers.step_plans import PlanService
+from torchmm.extensions.remote.producers.wire_format import (
     BUSY,
-    REFUSED,
+    REJECTED,
     SCHEMA,
     TOO_LARGE,
-    Message,
-    Request,
-    to_arrow,
-    unpack_request,
+    SampleRequest,
+    TensorMessage,
+    decode_request,
+    encode_message,
 )
-from torchmm.extensions.remote.producers.planning import Plans
-from torchmm.extensions.remote.producers.registry import Reported
-from torchmm.extensions.remote.producers.work import Job, Work
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-QUEUED_PER_WORKER = 4
+REQUESTS_PER_WORKER = 4
 """Number of concurrent requests per worker."""
-AHEAD = 2
+PREFETCHED_MICROBATCHES = 2
 """Number of microbatches of a request that are decoded ahead, in addition to those in workers."""
-LOOK_S = 0.1
+POLL_S = 0.1
 """Interval in seconds at which a blocked request checks the connection to the trainer."""
-MOST_REQUEST_BYTES = 8 * 10**6
+MAX_REQUEST_BYTES = 8 * 10**6
 
 
-class Producer(Server):
+class Producer(FlightServer):
     """Server that prepares samples, from construction on.
 
     Args:
@@ -61,7 +61,7 @@ class Producer(Server):
         certificate: PEM certificate and private key. If None, connections are not encrypted.
         data: Section [data] of the recipe if the producer plans steps for trainers without data. If
             None, trainers plan.
-        held_out: Validation samples, if the producer plans steps.
+        validation_samples: Validation samples, if the producer plans steps.
 
     Raises:
         ConfigError: The address is not available, or the certificate cannot be used.
@@ -77,28 +77,28 @@ class Producer(Server):
         token: str | None = None,
         certificate: Certificate | None = None,
         data: DataConfig | None = None,
-        held_out: Samples | None = None,
+        validation_samples: Samples | None = None,
     ) -> None:
         self._fingerprint = samples.fingerprint()
         self._samples = {self._fingerprint: samples}
-        if held_out is not None:
-            self._samples[held_out.fingerprint()] = held_out
-        self._plans = Plans(data, training, samples, held_out) if data else None
+        if validation_samples is not None:
+            self._samples[validation_samples.fingerprint()] = validation_samples
+        self._plans = PlanService(data, training, samples, validation_samples) if data else None
         self._training = training
-        self._room = threading.BoundedSemaphore(QUEUED_PER_WORKER * max(workers, 1))
+        self._request_slots = threading.BoundedSemaphore(REQUESTS_PER_WORKER * max(workers, 1))
         self._closing = threading.Event()
-        self._ahead = max(workers, 1) + AHEAD
+        self._max_jobs = max(workers, 1) + PREFETCHED_MICROBATCHES
         self._workers = max(workers, 1)
         super().__init__(bind, token, certificate)
-        self.work = Work({name: s.decoder for name, s in self._samples.items()}, workers)
+        self.work = DecodeQueue({name: s.decoder for name, s in self._samples.items()}, workers)
 
-    def load(self, address: str) -> Reported:
+    def load(self, address: str) -> ProducerStatus:
         """Return the report for a registry.
 
         Args:
             address: HOST:PORT at which others connect.
         """
-        return Reported(address, self._fingerprint, self._workers, self.work.unfinished)
+        return ProducerStatus(address, self._fingerprint, self._workers, self.work.unfinished)
 
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
@@ -106,12 +106,12 @@ class Producer(Server):
         """Return a stream of the requested samples."""
         self.watch.accept(context.peer())
         # The generator does all the work and releases its resources, however the stream ends.
-        return flight.GeneratorStream(SCHEMA, self._answer(context, ticket.ticket))
+        return flight.GeneratorStream(SCHEMA, self._stream_response(context, ticket.ticket))
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
-        """Handle requests about steps (`torchmm.extensions.remote.producers.planning`)."""
+        """Handle requests about steps (`torchmm.extensions.remote.producers.step_plans`)."""
         self.watch.accept(context.peer())
         if self._plans is None:  # another producer may plan
             raise flight.FlightServerError("its recipe does not set data.producers.plan = true")
@@ -120,7 +120,7 @@ class Producer(Server):
             _check_size(body)
             answer = self._plans.answer(action.type, body)
         except (ValueError, TorchmmError) as error:
-            raise flight.FlightServerError(str(error), REFUSED) from error
+            raise flight.FlightServerError(str(error), REJECTED) from error
         return self.respond(context, answer)
 
     def close(self) -> None:
@@ -129,36 +129,38 @@ class Producer(Server):
         self.work.close()
         self.shutdown()
 
-    def _answer(
+    def _stream_response(
         self, context: flight.ServerCallContext, data: bytes
     ) -> Iterator[tuple[pa.RecordBatch, bytes]]:
         try:
-            asked = self._read(data)
-            microbatches = self._items(asked)
+            request = self._read(data)
+            microbatches = self._items(request)
         except (ValueError, TorchmmError) as error:
-            raise flight.FlightServerError(str(error), REFUSED) from error
-        if not self._room.acquire(blocking=False):
+            raise flight.FlightServerError(str(error), REJECTED) from error
+        if not self._request_slots.acquire(blocking=False):
             raise flight.FlightUnavailableError("its queue of requests is full", BUSY)
-        jobs: deque[Job] = deque()
-        samples = self._samples[asked.fingerprint]
-        wanted = samples.decoder.for_rank(asked.reads).images_to_decode(microbatches)
-        upcoming = zip(microbatches, wanted, strict=True)
+        jobs: deque[DecodeJob] = deque()
+        samples = self._samples[request.fingerprint]
+        decoded_images = samples.decoder.for_rank(request.reads).images_to_decode(microbatches)
+        upcoming = zip(microbatches, decoded_images, strict=True)
         try:
             for number in range(len(microbatches)):
-                while len(jobs) < self._ahead and (each := next(upcoming, None)) is not None:
-                    jobs.append(self.work.take(asked.fingerprint, *each))
+                while len(jobs) < self._max_jobs and (each := next(upcoming, None)) is not None:
+                    jobs.append(self.work.request(request.fingerprint, *each))
                 for message in self._wait(jobs[0], context):
-                    sent, size = _within(asked.most_bytes, to_arrow(message, number))
+                    message_data, size = _check_message_size(
+                        request.most_bytes, encode_message(message, number)
+                    )
                     with self.watch.sending(context.peer(), size):
-                        yield sent
-                self.work.leave(jobs.popleft())
+                        yield message_data
+                self.work.release(jobs.popleft())
         finally:
             for job in jobs:
-                self.work.leave(job)
-            self._room.release()
+                self.work.release(job)
+            self._request_slots.release()
 
-    def _wait(self, job: Job, context: flight.ServerCallContext) -> list[Message]:
-        while not wait([job.future], LOOK_S).done:
+    def _wait(self, job: DecodeJob, context: flight.ServerCallContext) -> list[TensorMessage]:
+        while not wait([job.future], POLL_S).done:
             if self._closing.is_set():
                 raise flight.FlightUnavailableError("it is shutting down")
             if context.is_cancelled():
@@ -169,43 +171,43 @@ class Producer(Server):
             )
         if (error := job.future.exception()) is not None:
             text = f"{type(error).__name__}: {error}"
-            raise flight.FlightServerError(text, b"" if isinstance(error, OSError) else REFUSED)
+            raise flight.FlightServerError(text, b"" if isinstance(error, OSError) else REJECTED)
         return job.future.result()
 
-    def _read(self, data: bytes) -> Request:
+    def _read(self, data: bytes) -> SampleRequest:
         """Return a request for available samples. Raise ValueError for other requests."""
         _check_size(data)
-        asked = unpack_request(data)
-        if asked.fingerprint not in self._samples:
+        request = decode_request(data)
+        if request.fingerprint not in self._samples:
             raise ValueError(
                 "it uses different data: sources, tokenizer, model or limits of its recipe "
                 "differ from those of the run; start it with outputs/NAME/recipe.toml of the "
                 "run"
             )
-        packs = sum(map(len, asked.samples))
-        if packs > (most := self._training.global_batch_size):
-            raise ValueError(f"{packs} sequences, but training.global_batch_size = {most}")
-        return asked
+        packs = sum(map(len, request.samples))
+        if packs > (limit := self._training.global_batch_size):
+            raise ValueError(f"{packs} sequences, but training.global_batch_size = {limit}")
+        return request
 
-    def _items(self, asked: Request) -> list[list[PackItems]]:
+    def _items(self, request: SampleRequest) -> list[list[PackItems]]:
         """Return the samples with their sizes in the local index. May raise ValueError."""
-        samples = self._samples[asked.fingerprint]
-        return [[self._pack(samples, pack) for pack in packs] for packs in asked.samples]
+        samples = self._samples[request.fingerprint]
+        return [[self._pack(samples, pack) for pack in packs] for packs in request.samples]
 
     def _pack(self, samples: Samples, names: list[tuple[int, int, int]]) -> PackItems:
         sources = samples.sources
         encoders = samples.decoder.encoders
-        found: PackItems = []
+        pack_items: PackItems = []
         for feed, epoch, index in names:
             lengths = sources[feed].index if feed < len(sources) else None
             if lengths is None or not lengths.has(index):
                 raise ValueError(f"source {feed} has no sample {index}")
-            found.append(Item(feed, epoch, lengths.meta(sources[feed].name, index, encoders)))
-        tokens = sum(item.meta.tokens for item in found)
-        if tokens > (most := self._training.sequence_length):
-            text = f"a sequence of {tokens} tokens, but training.sequence_length = {most}"
+            pack_items.append(Item(feed, epoch, lengths.meta(sources[feed].name, index, encoders)))
+        tokens = sum(item.meta.tokens for item in pack_items)
+        if tokens > (limit := self._training.sequence_length):
+            text = f"a sequence of {tokens} tokens, but training.sequence_length = {limit}"
             raise ValueError(text)
-        return found
+        return pack_items
 
 
 def open_producer(
@@ -229,9 +231,9 @@ def open_producer(
     Raises:
         ConfigError, DataError: The sources or the address cannot be opened.
     """
-    held_out = None
+    validation_samples = None
     if data.producers.plan and data.validation:
-        held_out = open_samples(data, training, validation=True, **specs)
+        validation_samples = open_samples(data, training, validation=True, **specs)
     return Producer(
         open_samples(data, training, **specs),
         training,
@@ -240,22 +242,22 @@ def open_producer(
         token=token,
         certificate=certificate,
         data=data if data.producers.plan else None,
-        held_out=held_out,
+        validation_samples=validation_samples,
     )
 
 
 def _check_size(data: bytes) -> None:
-    if len(data) > MOST_REQUEST_BYTES:
+    if len(data) > MAX_REQUEST_BYTES:
         raise ValueError(
-            f"a request of {len(data)} bytes is above the limit of {MOST_REQUEST_BYTES}"
+            f"a request of {len(data)} bytes is above the limit of {MAX_REQUEST_BYTES}"
         )
 
 
-def _within(
-    most_bytes: int, sent: tuple[pa.RecordBatch, bytes]
+def _check_message_size(
+    most_bytes: int, message_data: tuple[pa.RecordBatch, bytes]
 ) -> tuple[tuple[pa.RecordBatch, bytes], int]:
     """Return a message and its size. Raise FlightServerError if it is too large."""
-    batch, values = sent
+    batch, values = message_data
     if (size := batch.nbytes + len(values)) > most_bytes:
         raise flight.FlightServerError(f"{size} bytes", TOO_LARGE)
-    return sent, size
+    return message_data, size

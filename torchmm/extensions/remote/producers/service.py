@@ -16,16 +16,16 @@ from torchmm.data.identity import identity, run_settings
 from torchmm.data.samples import RemoteSamples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
-from torchmm.extensions.remote.producers.engine import started_producers
-from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
-from torchmm.extensions.remote.producers.registry import own_registry
+from torchmm.extensions.remote.producers.client import ProducerClient, RemoteDecoder
+from torchmm.extensions.remote.producers.engine import run_producers
+from torchmm.extensions.remote.producers.registry import run_local_registry
+from torchmm.extensions.remote.producers.step_plans import PlanClient, ProducerDataInfo
 from torchmm.recipe.changes import changes, with_current_names
 from torchmm.recipe.data_section import DataConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
 
-class Producers:
+class ProducerService:
     """Sample service with producer processes, started manually or by the engine of the recipe."""
 
     def __init__(self, data: DataConfig) -> None:
@@ -39,7 +39,7 @@ class Producers:
             ConfigError: The address of the registry is not available, or the engine is not
                 installed or does not respond.
         """
-        with own_registry(self._data.producers), started_producers(self._data, training, specs):
+        with run_local_registry(self._data.producers), run_producers(self._data, training, specs):
             yield
 
     def find_samples(
@@ -56,9 +56,9 @@ class Producers:
             DataError: No producer responds, or no producer has these samples.
         """
         data = self._data
-        differences = partial(_differences, data, training, reader, tokenizer, validation)
+        differences = partial(_find_differences, data, training, reader, tokenizer, validation)
         length = training.sequence_length
-        plans = ProducersPlans(data.producers, validation, differences, reader, length)
+        plans = PlanClient(data.producers, validation, differences, reader, length)
         described = plans.described
         decoder = StepDecoder(reader, [None for _ in described.names], length)
         return RemoteSamples(
@@ -73,22 +73,24 @@ class Producers:
 
         Return None for validation samples of this process, which ranks decode.
         """
-        listed = samples.producer_fingerprint if isinstance(samples, RemoteSamples) else None
-        if listed is None and validation:
+        producer_fingerprint = (
+            samples.producer_fingerprint if isinstance(samples, RemoteSamples) else None
+        )
+        if producer_fingerprint is None and validation:
             return None
         fingerprint = samples.fingerprint()
         # A separate object, because workers receive it before its first request.
-        asking = Asking(self._data.producers, listed or fingerprint)
-        return RemoteDecoder(asking, fingerprint, rank, reads, samples.decoder)
+        client = ProducerClient(self._data.producers, producer_fingerprint or fingerprint)
+        return RemoteDecoder(client, fingerprint, rank, reads, samples.decoder)
 
 
-def _differences(
+def _find_differences(
     data: DataConfig,
     training: TrainingConfig,
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
-    theirs: Described,
+    theirs: ProducerDataInfo,
 ) -> list[str]:
     """Return the settings of a producer that differ from this run, without reading data."""
     configs = data.validation if validation else data.sources
@@ -99,12 +101,12 @@ def _differences(
     ours = identity(data, training, reader, settings, sources)
     batch = "training.global_batch_size"
     return changes(
-        _by_name(theirs.identity) | {batch: theirs.global_batch_size},
-        _by_name(ours) | {batch: training.global_batch_size},
+        _key_by_name(theirs.identity) | {batch: theirs.global_batch_size},
+        _key_by_name(ours) | {batch: training.global_batch_size},
     )
 
 
-def _by_name(content: Mapping[str, Any]) -> dict[str, Any]:
+def _key_by_name(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity as it is sent, with sources by name."""
     sent = json.loads(json.dumps(content))
     named = {source["name"]: source for source in sent.pop("sources")}

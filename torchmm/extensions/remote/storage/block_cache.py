@@ -12,8 +12,8 @@ the least recently used entries. A process that has mapped an entry can still re
 writes at most 1/32 of the limit before it checks the size of the directory, so each process exceeds
 the limit by at most this fraction.
 
-Checksums of received blocks remain when entries are removed (`Sums`). They detect remote storage
-that sends different bytes for the same version of an object.
+Checksums of received blocks remain when entries are removed (`BlockChecksums`). They detect remote
+storage that sends different bytes for the same version of an object.
 
 The caches of fsspec are not used, because they neither limit their disk usage nor verify their
 content.
@@ -34,9 +34,9 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.files.offset_cache import CHECKSUM_BYTES, checksum
 from torchmm.data.files.remote_files import RemoteFile
 
-TOUCH_S = 60.0
+MTIME_RESOLUTION_S = 60.0
 """Resolution of the time of the last use of an entry in seconds."""
-SWEPT_TO = 0.9
+SWEEP_TARGET_FRACTION = 0.9
 """Fraction of the limit that remains when entries are removed."""
 
 logger = logging.getLogger(__name__)
@@ -60,22 +60,24 @@ class BlockCache:
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._entries = directory / "entries"
-        self._sweeping = directory / "sweeping"
+        self._sweep_lock = directory / "sweeping"
         self.limit_bytes = limit_bytes
-        self._unswept = limit_bytes  # the first entry checks the entries of other processes
-        self.damaged = 0
+        self._bytes_since_sweep = (
+            limit_bytes  # the first entry checks the entries of other processes
+        )
+        self.num_damaged = 0
         """Number of damaged entries that were read."""
         if limit_bytes:
             try:
                 self._entries.mkdir(parents=True, exist_ok=True)
-                self._sweeping.touch()
+                self._sweep_lock.touch()
             except OSError as error:
                 raise ConfigError(
                     f"data.storage.cache_dir = {str(directory)!r}: cannot write "
                     f"{error.filename}: {error.strerror}; use a directory on a local disk"
                 ) from error
 
-    def place(self, name: str) -> Path:
+    def entry_path(self, name: str) -> Path:
         """Return the path of an entry, which may not exist."""
         return self._entries / name[:2] / name
 
@@ -83,23 +85,23 @@ class BlockCache:
         """Return the content of an entry, memory-mapped, or None if it is missing or damaged."""
         if not self.limit_bytes:
             return None
-        path = self.place(name)
+        path = self.entry_path(name)
         try:
             with path.open("rb") as stream:
-                used = os.fstat(stream.fileno())
-                if used.st_size <= CHECKSUM_BYTES:
+                file_stat = os.fstat(stream.fileno())
+                if file_stat.st_size <= CHECKSUM_BYTES:
                     raise ValueError("truncated")
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                if time.time() - used.st_mtime > TOUCH_S:
+                if time.time() - file_stat.st_mtime > MTIME_RESOLUTION_S:
                     os.utime(stream.fileno())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             self._drop(path, str(error))
             return None
-        whole = memoryview(mapped)
-        content = whole[:-CHECKSUM_BYTES]
-        if checksum(content) != whole[-CHECKSUM_BYTES:]:
+        mapped_entry = memoryview(mapped)
+        content = mapped_entry[:-CHECKSUM_BYTES]
+        if checksum(content) != mapped_entry[-CHECKSUM_BYTES:]:
             self._drop(path, "its checksum does not match")
             return None
         return content
@@ -108,9 +110,9 @@ class BlockCache:
         """Store an entry if the disk has space."""
         if not 0 < len(content) + CHECKSUM_BYTES <= self.limit_bytes:
             return
-        path = self.place(name)
+        path = self.entry_path(name)
         partial = path.with_name(f".{name}.{uuid4().hex}")
-        self._unswept += len(content)
+        self._bytes_since_sweep += len(content)
         try:
             path.parent.mkdir(exist_ok=True)
             with partial.open("xb") as stream:
@@ -121,23 +123,23 @@ class BlockCache:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             logger.warning("cannot cache %s (%s); it is read again when required", path, error)
-            self._unswept = (
+            self._bytes_since_sweep = (
                 self.limit_bytes
             )  # the disk is full, and other processes may have old entries
-        if self._unswept >= self.limit_bytes / 32:
-            self._unswept = 0
+        if self._bytes_since_sweep >= self.limit_bytes / 32:
+            self._bytes_since_sweep = 0
             self._sweep()
 
     def _drop(self, path: Path, reason: str) -> None:
-        self.damaged += 1
+        self.num_damaged += 1
         logger.warning("%s is corrupt (%s); reading it again from its source", path, reason)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove the least recently used entries, unless another process is removing entries."""
-        with self._sweeping.open("rb") as lock:
-            found: list[tuple[float, int, str]] = []
+        with self._sweep_lock.open("rb") as lock:
+            entries: list[tuple[float, int, str]] = []
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for folder in os.scandir(self._entries):
@@ -146,21 +148,21 @@ class BlockCache:
                     ):  # includes partial entries of killed processes
                         with suppress(FileNotFoundError):
                             stat = entry.stat()
-                            found.append((stat.st_mtime, stat.st_size, entry.path))
+                            entries.append((stat.st_mtime, stat.st_size, entry.path))
             except OSError:
                 return
-            total = sum(size for _, size, _ in found)
+            total = sum(size for _, size, _ in entries)
             if total <= self.limit_bytes:
                 return
-            for _, size, path in sorted(found):
-                if total <= SWEPT_TO * self.limit_bytes:
+            for _, size, path in sorted(entries):
+                if total <= SWEEP_TARGET_FRACTION * self.limit_bytes:
                     break
                 with suppress(OSError):
                     Path(path).unlink()
                 total -= size
 
 
-class Sums:
+class BlockChecksums:
     """Checksums of the blocks of an object, as they were first received.
 
     Args:
@@ -172,15 +174,15 @@ class Sums:
 
     def differs(self, block: int, content: memoryview) -> bool:
         """Return True if a block has changed. Store the checksum of a block that is new."""
-        own = checksum(content)
+        digest = checksum(content)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                known = os.pread(descriptor, CHECKSUM_BYTES, block * CHECKSUM_BYTES)
-                if len(known) == CHECKSUM_BYTES and any(known):
-                    return known != own
-                os.pwrite(descriptor, own, block * CHECKSUM_BYTES)
+                stored_digest = os.pread(descriptor, CHECKSUM_BYTES, block * CHECKSUM_BYTES)
+                if len(stored_digest) == CHECKSUM_BYTES and any(stored_digest):
+                    return stored_digest != digest
+                os.pwrite(descriptor, digest, block * CHECKSUM_BYTES)
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -25,8 +25,8 @@ from torchmm.common.errors import DataError
 from torchmm.data.files.remote_files import RemoteFile
 from torchmm.data.files.urls import glob_directory, is_glob, parse_url
 from torchmm.extensions.remote.section import StorageConfig
-from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
-from torchmm.extensions.remote.storage.clients import (
+from torchmm.extensions.remote.storage.block_cache import BlockCache, BlockChecksums, entry_name
+from torchmm.extensions.remote.storage.store_client import (
     MissingError,
     ReplacedError,
     StoreClient,
@@ -37,13 +37,13 @@ BLOCK_BYTES = 256 << 10
 REQUEST_BYTES = 16 << 20
 """Maximum size of one request in bytes."""
 BUFFER_BYTES = 64 << 10
-WRONG_ANSWERS = 3
+MAX_WRONG_RESPONSES = 3
 """Number of responses with changed bytes after which the run stops."""
 
 logger = logging.getLogger(__name__)
 
 
-class Storage:
+class RemoteFileSystem:
     """File system of all remote files, with their cache.
 
     Args:
@@ -58,13 +58,13 @@ class Storage:
     def __init__(self, cache: Path, limit_bytes: int, retry_timeout_s: float) -> None:
         self._settings = cache, limit_bytes, retry_timeout_s
         self._directory = cache
-        self._give_up_s = retry_timeout_s
+        self._retry_timeout_s = retry_timeout_s
         self._clients: dict[str, StoreClient] = {}
         self._process = os.getpid()
         self.cache = BlockCache(cache, limit_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Storage, self._settings  # connections are not shared between processes
+        return RemoteFileSystem, self._settings  # connections are not shared between processes
 
     def client(self, address: str) -> StoreClient:
         """Return the client of this process for the storage of a URL. May raise ConfigError."""
@@ -73,7 +73,7 @@ class Storage:
             self._process = os.getpid()
         root = parse_url(address).root
         if root not in self._clients:
-            self._clients[root] = StoreClient(root, self._give_up_s)
+            self._clients[root] = StoreClient(root, self._retry_timeout_s)
         return self._clients[root]
 
     def find(self, address: str) -> RemoteFile | None:
@@ -99,7 +99,7 @@ class Storage:
         for found in client.list(folder.path):
             inside = posixpath.relpath(found.path, folder.path or ".")
             hidden = any(part.startswith(".") for part in inside.split("/"))
-            if not hidden and (pattern is None or _matches(found.path, pattern)):
+            if not hidden and (pattern is None or _matches_glob(found.path, pattern)):
                 address = f"{folder.root}/{found.path}"
                 files.append(RemoteFile(address, found.size, found.version, self))
         return files
@@ -120,15 +120,15 @@ class Storage:
         if start >= end:
             return b""
         if not self.cache.limit_bytes:
-            return self._ask(file, start, end)
+            return self._request(file, start, end)
         blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         found: dict[int, bytes | memoryview] = {}
         for number in blocks:
             if number in found:
                 continue
-            kept = self.cache.get(entry_name(file, number))
-            if kept is not None:
-                found[number] = kept
+            cached = self.cache.get(entry_name(file, number))
+            if cached is not None:
+                found[number] = cached
             else:
                 found |= self._fetch(file, number, blocks.stop, keep)
         whole = b"".join(found[number] for number in blocks)
@@ -142,33 +142,33 @@ class Storage:
             file: The file.
             keep: Whether to store blocks in the cache.
         """
-        return cast(BinaryIO, io.BufferedReader(_Stream(self, file, keep), BUFFER_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_RemoteStream(self, file, keep), BUFFER_BYTES))
 
     def derive(
         self, file: RemoteFile, name: str, make: Callable[[BinaryIO], memoryview]
     ) -> tuple[memoryview, Path | None]:
         """Return data derived from a file, see `FileSystem.derive`."""
         entry = entry_name(file, name)
-        kept = self.cache.get(entry)
-        if kept is None:
+        cached = self.cache.get(entry)
+        if cached is None:
             with self.open(file, keep=False) as stream:
-                made = make(stream)
-            self.cache.put(entry, made)
-            kept = self.cache.get(entry)
-            if kept is None:
-                return made, None
-        return kept, self.cache.place(entry)
+                derived = make(stream)
+            self.cache.put(entry, derived)
+            cached = self.cache.get(entry)
+            if cached is None:
+                return derived, None
+        return cached, self.cache.entry_path(entry)
 
     def _fetch(self, file: RemoteFile, first: int, last: int, keep: bool) -> dict[int, memoryview]:
         """Fetch blocks from `first` on with one request, up to `last` or the first cached block."""
         stop = first + 1
         while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
-            if self.cache.place(entry_name(file, stop)).exists():
+            if self.cache.entry_path(entry_name(file, stop)).exists():
                 break
             stop += 1
         start = first * BLOCK_BYTES
-        for _ in range(WRONG_ANSWERS):
-            data = memoryview(self._ask(file, start, min(stop * BLOCK_BYTES, file.size)))
+        for _ in range(MAX_WRONG_RESPONSES):
+            data = memoryview(self._request(file, start, min(stop * BLOCK_BYTES, file.size)))
             blocks = {
                 number: data[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
                 for number in range(first, stop)
@@ -182,7 +182,7 @@ class Storage:
         else:
             raise DataError(
                 f"{file}: bytes from {wrong} have a different checksum than in the first "
-                f"read, {WRONG_ANSWERS} times; check the object store. If the first read was "
+                f"read, {MAX_WRONG_RESPONSES} times; check the object store. If the first read was "
                 f"wrong, remove {self._directory} and data.index_cache_dir"
             )
         if keep:
@@ -197,10 +197,10 @@ class Storage:
         """
         if file.size <= BLOCK_BYTES:
             return None
-        sums = Sums(self._directory / "sums" / file.key[:2] / file.key)
+        sums = BlockChecksums(self._directory / "sums" / file.key[:2] / file.key)
         return next((n * BLOCK_BYTES for n, b in blocks.items() if sums.differs(n, b)), None)
 
-    def _ask(self, file: RemoteFile, start: int, end: int) -> bytes:
+    def _request(self, file: RemoteFile, start: int, end: int) -> bytes:
         try:
             path = parse_url(file.address).path
             return self.client(file.address).read(path, start, end, file.version)
@@ -208,24 +208,24 @@ class Storage:
             raise ReplacedError(f"{file} was removed while it was being read") from None
 
 
-def open_storage(data: DataConfig) -> Storage:
+def open_remote_file_system(data: DataConfig) -> RemoteFileSystem:
     """Return the file system with the cache of `data.storage`. May raise ConfigError."""
     config = StorageConfig.from_parent(data)
     directory = config.cache_dir or Path(data.index_cache_dir) / "storage"
-    return Storage(Path(directory), int(config.cache_gb * 1e9), config.retry_timeout_s)
+    return RemoteFileSystem(Path(directory), int(config.cache_gb * 1e9), config.retry_timeout_s)
 
 
-class _Stream(io.RawIOBase):
+class _RemoteStream(io.RawIOBase):
     """Stream that reads byte ranges of a file. Longer sequential reads fetch more data ahead."""
 
-    def __init__(self, storage: Storage, file: RemoteFile, keep: bool) -> None:
+    def __init__(self, storage: RemoteFileSystem, file: RemoteFile, keep: bool) -> None:
         self._storage = storage
         self._file = file
         self._keep = keep
-        self._at = 0
+        self._position = 0
         self._expected = 0
-        self._ahead = 0
-        self._held: tuple[int, bytes] = (0, b"")
+        self._read_ahead_bytes = 0
+        self._buffered: tuple[int, bytes] = (0, b"")
         """Offset and content of the last fetched bytes."""
 
     def readable(self) -> bool:
@@ -235,42 +235,46 @@ class _Stream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        start = self._at
+        start = self._position
         end = start + len(buffer)
         if len(buffer) <= BUFFER_BYTES:  # do not fetch another block to fill a buffer
             end = min(end, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
         end = max(start, min(end, self._file.size))
-        held_from, held = self._held
-        if start < held_from or end > held_from + len(held):
+        data_start, content = self._buffered
+        if start < data_start or end > data_start + len(content):
             is_sequential = start == self._expected and start > 0
-            self._ahead = min(max(2 * self._ahead, BLOCK_BYTES), REQUEST_BYTES)
-            self._ahead = self._ahead if is_sequential else 0
-            self._expected = min(max(end, start + self._ahead), self._file.size)
-            held = self._storage.read(self._file, start, self._expected, self._keep)
-            held_from, self._held = start, (start, held)
-        buffer[: end - start] = held[start - held_from : end - held_from]
-        self._at = end
+            self._read_ahead_bytes = min(
+                max(2 * self._read_ahead_bytes, BLOCK_BYTES), REQUEST_BYTES
+            )
+            self._read_ahead_bytes = self._read_ahead_bytes if is_sequential else 0
+            self._expected = min(max(end, start + self._read_ahead_bytes), self._file.size)
+            content = self._storage.read(self._file, start, self._expected, self._keep)
+            data_start, self._buffered = start, (start, content)
+        buffer[: end - start] = content[start - data_start : end - data_start]
+        self._position = end
         return end - start
 
 
-def _matches(path: str, pattern: str) -> bool:
+def _matches_glob(path: str, pattern: str) -> bool:
     """Return True if a path matches a glob: "*" stays within a folder, "**" does not."""
     parts = path.split("/")
-    wanted = pattern.split("/")
-    if "**" not in wanted:
-        return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-    at = wanted.index("**")
-    tail = wanted[at + 1 :]
+    pattern_parts = pattern.split("/")
+    if "**" not in pattern_parts:
+        return len(parts) == len(pattern_parts) and all(
+            map(fnmatch.fnmatchcase, parts, pattern_parts)
+        )
+    at = pattern_parts.index("**")
+    tail = pattern_parts[at + 1 :]
     rest = parts[at:]
     starts = range(len(rest) + 1) if tail else [len(rest)]
-    return _matches("/".join(parts[:at]), "/".join(wanted[:at])) and any(
-        _matches("/".join(rest[i:]), "/".join(tail)) for i in starts
+    return _matches_glob("/".join(parts[:at]), "/".join(pattern_parts[:at])) and any(
+        _matches_glob("/".join(rest[i:]), "/".join(tail)) for i in starts
     )

@@ -37,7 +37,7 @@ from torchmm.data.steps.balanced_packing import BalancedPacker
 from torchmm.data.steps.packing import group_by_sequence, pack_all
 from torchmm.data.target_images import make_target_preprocessor
 from torchmm.data.tokenizer import load_tokenizer
-from torchmm.extensions.reports.inspection.pictures import file_pictures
+from torchmm.extensions.reports.inspection.encoder_images import displayed_images
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.data_section import SourceConfig, unique_names
@@ -45,11 +45,11 @@ from torchmm.recipe.recipe import Recipe
 
 UNLIMITED_TOKENS = 1 << 24
 """Limit above the length of any sample, so that the dropped tokens are counted exactly."""
-PACKS_SHOWN = 12
+MAX_DISPLAYED_SEQUENCES = 12
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedRecord:
     """Record that cannot be used."""
 
     name: str
@@ -60,7 +60,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenSpan:
     """Consecutive tokens of one kind."""
 
     text: str
@@ -71,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Picture:
+class SampleImage:
     """File of a sample."""
 
     label: str
@@ -81,14 +81,14 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class ShownSample:
+class DisplayedSample:
     """Sample as the model receives it."""
 
     name: str
     where: str
     layout: str
-    runs: list[Run]
-    pictures: list[Picture]
+    runs: list[TokenSpan]
+    pictures: list[SampleImage]
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class SourceFindings:
     """Total number of records. None for a stream."""
     layouts: Counter[str] = field(default_factory=Counter)
     samples: list[SampleSizes] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[RejectedRecord] = field(default_factory=list)
     filtered: Counter[str] = field(default_factory=Counter)
     """Number of valid samples that are not used, by exceeded limit or `filter`."""
-    first_filtered: dict[str, Refusal] = field(default_factory=dict)
+    first_filtered: dict[str, RejectedRecord] = field(default_factory=dict)
     """The first sample beyond each limit."""
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Number of samples, and of items, by content that is dropped from samples in use."""
-    shown: list[ShownSample] = field(default_factory=list)
+    shown: list[DisplayedSample] = field(default_factory=list)
     packs: list[list[SampleMeta]] = field(default_factory=list)
     """First packed sequences of its samples, if the source is packed separately."""
 
@@ -136,12 +136,12 @@ class SourceFindings:
         """Number of records that were read."""
         return len(self.samples) + len(self.refused) + self.filtered.total()
 
-    def reasons(self) -> list[tuple[int, Refusal]]:
+    def reasons(self) -> list[tuple[int, RejectedRecord]]:
         """Return the number of records per reason of rejection, with the first record, sorted.
 
         Reasons are the same if they differ only in numbers, paths and quoted values.
         """
-        groups: dict[str, list[Refusal]] = {}
+        groups: dict[str, list[RejectedRecord]] = {}
         for refusal in self.refused:
             groups.setdefault(re.sub(r"'[^']*'|\S*/\S*|\d+", "#", refusal.reason), []).append(
                 refusal
@@ -262,10 +262,10 @@ class Inspector:
                 found.shown.append(self._show(name, layout, record, sample))
         except BeyondLimitError as error:
             found.filtered[error.limit] += 1
-            found.first_filtered.setdefault(error.limit, Refusal(name, where, str(error)))
+            found.first_filtered.setdefault(error.limit, RejectedRecord(name, where, str(error)))
             return
         except CorruptSampleError as error:
-            found.refused.append(Refusal(name, where, str(error)))
+            found.refused.append(RejectedRecord(name, where, str(error)))
             return
         for content, items in sample.dropped.items():
             before = found.dropped.get(content, (0, 0))
@@ -290,17 +290,19 @@ class Inspector:
             meta=meta,
         )
 
-    def _show(self, name: str, layout: str, record: Record, sample: MeasuredSample) -> ShownSample:
+    def _show(
+        self, name: str, layout: str, record: Record, sample: MeasuredSample
+    ) -> DisplayedSample:
         pictures = []
         for number, (file, image) in enumerate(zip(sample.files, sample.images, strict=True), 1):
             size = f"{image.width_px}x{image.height_px} px, " if image.width_px else ""
             time = f"{image.duration_ms / 1000:g} s, " if image.duration_ms else ""
             sizes = f"{size}{time}{image.patches} patches, {image.tokens} tokens"
             label = f"{number}: {sizes}" + (f" ({image.encoder})" if image.encoder else "")
-            pictures.append(Picture(label, *file_pictures(self._reader, file, image)))
+            pictures.append(SampleImage(label, *displayed_images(self._reader, file, image)))
         tokens = count_placeholders(sample.files, sample.images)
-        runs = text_runs(sample.text, tokens, self._tokenizer)
-        return ShownSample(name, record.where, layout, runs, pictures)
+        runs = split_token_spans(sample.text, tokens, self._tokenizer)
+        return DisplayedSample(name, record.where, layout, runs, pictures)
 
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
         data = self._recipe.data
@@ -317,12 +319,12 @@ class Inspector:
             packs = pack_all(
                 tokens, self._length, data.packing_buffer_size, tiles, data.max_tiles_per_sequence
             )
-        return [[metas[i] for i in pack] for pack in packs[:PACKS_SHOWN]]
+        return [[metas[i] for i in pack] for pack in packs[:MAX_DISPLAYED_SEQUENCES]]
 
 
-def text_runs(
+def split_token_spans(
     text: EncodedSample, image_tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> list[Run]:
+) -> list[TokenSpan]:
     """Return the tokens of a sample as text, split at changes of the loss mask and at images.
 
     Args:
@@ -342,7 +344,7 @@ def text_runs(
             continue
         image, loss = kinds[start]
         words = "" if image >= 0 else str(tokenizer.decode(text.ids[start:stop]))
-        runs.append(Run(words, stop - start, loss, image if image >= 0 else None))
+        runs.append(TokenSpan(words, stop - start, loss, image if image >= 0 else None))
     return runs
 
 

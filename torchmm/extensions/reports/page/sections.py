@@ -14,17 +14,17 @@ from typing import Any
 
 import tomli_w
 
-from torchmm.extensions.reports.page.contents import (
+from torchmm.extensions.reports.page.run_contents import (
     RunContents,
+    downsample_curve,
     slowest_ranks,
-    thinned,
 )
 from torchmm.recipe.read import changed_values, dotted_values
 from torchmm.training.tracking.run_directory import SAMPLES_FOLDER, GeneratedSample
 
-SHOWN_RANKS = 8
-SHOWN_SAMPLES = 24
-SHOWN_STEPS = 6
+MAX_RANKS = 8
+MAX_SAMPLES = 24
+MAX_STEPS = 6
 """Number of steps at which the text of a sample is shown: the first and the newest steps."""
 GIB = 2.0**30
 RECIPE_WARNING = (
@@ -93,7 +93,7 @@ CHARTS = (
 """Charts in page order. Charts without values are omitted."""
 
 
-def charts_of(runs: Sequence[RunContents]) -> str:
+def charts_section(runs: Sequence[RunContents]) -> str:
     """Return all charts with values for `charts.js`, with one curve per run."""
     scores = sorted({name for run in runs for name in run.score_names})
     of_scores = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
@@ -105,15 +105,15 @@ def charts_of(runs: Sequence[RunContents]) -> str:
             parts.append(
                 f'<figure class="chart"><figcaption>{escape(chart.title)}'
                 f"<small>{escape(chart.unit)}</small></figcaption>"
-                f'<script type="application/json">{_in_script(told)}</script></figure>'
+                f'<script type="application/json">{_script_json(told)}</script></figure>'
             )
-    return f'<div class="charts">{"".join(parts)}</div>' if parts else _nothing("no steps yet")
+    return f'<div class="charts">{"".join(parts)}</div>' if parts else _empty_note("no steps yet")
 
 
 def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any]]:
     for key, label in chart.curves.items():
         for number, run in enumerate(runs):
-            points = thinned(run.points(key, chart.scale))
+            points = downsample_curve(run.points(key, chart.scale))
             if not points:
                 continue
             own = len(runs) == 1
@@ -129,13 +129,13 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
             }
 
 
-def headline(run: RunContents) -> str:
+def status_section(run: RunContents) -> str:
     """Return the status of the run as metrics."""
     status = run.status
     state = status.state if status else "unknown"
     step = max([status.step if status else 0, *(r["step"] for r in run.records[-1:])])
     shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
-    left = _time_left(run, step) if state == "running" else None
+    left = _remaining_time(run, step) if state == "running" else None
     if left:
         shown["time remaining"] = left
     for label, key, form, scale in (
@@ -159,18 +159,20 @@ def headline(run: RunContents) -> str:
     return f'{progress}<dl class="tiles {state}">{tiles}</dl>{message}'
 
 
-def _time_left(run: RunContents, step: int) -> str | None:
+def _remaining_time(run: RunContents, step: int) -> str | None:
     newest = [r["step_ms"] for r in run.records[-50:] if isinstance(r.get("step_ms"), float)]
     if not newest:
         return None
     return str(timedelta(seconds=round(max(0, run.steps - step) * median(newest) / 1e3)))
 
 
-def samples_of(run: RunContents) -> str:
+def samples_section(run: RunContents) -> str:
     """Return held-out samples with the generated text over time."""
-    cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
+    cards = [_sample_card(run, entries) for entries in list(run.samples.values())[:MAX_SAMPLES]]
     if not cards:
-        return _nothing("no validation samples; set validation.num_samples and validation.interval")
+        return _empty_note(
+            "no validation samples; set validation.num_samples and validation.interval"
+        )
     last = max(entries[-1].step for entries in run.samples.values())
     newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
     right = sum(sample.is_correct for sample in newest)
@@ -178,13 +180,13 @@ def samples_of(run: RunContents) -> str:
         f"<p>After step {last:,}: {right} of {len(newest)} generated texts match the reference "
         "exactly.</p>"
     )
-    more = len(run.samples) - SHOWN_SAMPLES
+    more = len(run.samples) - MAX_SAMPLES
     rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
     return f'{told}<div class="cards">{"".join(cards)}</div>{rest}'
 
 
-def _sample(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
-    shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
+def _sample_card(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
+    shown = [*entries[:1], *entries[1:][-MAX_STEPS + 1 :]]
     rows = "".join(
         f'<tr class="{"right" if entry.is_correct else ""}"><th>{entry.step:,}</th>'
         f"<td>{escape(entry.generated) or '<i>nothing</i>'}</td></tr>"
@@ -201,7 +203,7 @@ def _sample(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
     )
 
 
-def pictures_of(run: RunContents) -> str:
+def images_section(run: RunContents) -> str:
     """Return the newest generated images, and timelines of pipelines.
 
     A timeline is an SVG in an <img>, in which no browser runs scripts or loads other files.
@@ -222,9 +224,9 @@ def pictures_of(run: RunContents) -> str:
     return "".join(parts)
 
 
-def ranks_of(run: RunContents) -> str:
+def ranks_section(run: RunContents) -> str:
     """Return the slowest ranks over the quarters of the run, or "" for one rank."""
-    found = slowest_ranks(run.records, SHOWN_RANKS)
+    found = slowest_ranks(run.records, MAX_RANKS)
     if found is None:
         return ""
     head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
@@ -240,12 +242,12 @@ def ranks_of(run: RunContents) -> str:
     )
 
 
-def memory_of(run: RunContents) -> str:
+def memory_section(run: RunContents) -> str:
     """Return the measured and predicted memory peaks, for many ranks only the largest."""
     found = run.memory()
     if found is None:
         return ""
-    fullest = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:SHOWN_RANKS]
+    fullest = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:MAX_RANKS]
     rows = ""
     for rank, (measured, predicted) in fullest:
         told = ["", ""]
@@ -267,21 +269,21 @@ def memory_of(run: RunContents) -> str:
     )
 
 
-def warnings_of(run: RunContents) -> str:
+def warnings_section(run: RunContents) -> str:
     """Return the log messages of the ranks, including rejected and skipped samples with reasons."""
     lines = run.warnings()
     if not lines:
-        return _nothing("none")
+        return _empty_note("none")
     return f'<pre class="log">{escape(chr(10).join(lines))}</pre>'
 
 
-def skipped_of(run: RunContents) -> str:
+def skipped_section(run: RunContents) -> str:
     """Return the notes on skipped content of the page. Call it after all other sections."""
     lines = list(dict.fromkeys(run.skipped))
     return f'<pre class="log">{escape(chr(10).join(lines))}</pre>' if lines else ""
 
 
-def evaluations_of(run: RunContents) -> str:
+def evaluations_section(run: RunContents) -> str:
     """Return the scores of exports."""
     rows = "".join(
         f"<tr><td>{escape(found.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
@@ -293,7 +295,7 @@ def evaluations_of(run: RunContents) -> str:
     return f'<table class="figures"><tr><th>of</th><th>score</th><th>value</th></tr>{rows}</table>'
 
 
-def recipe_of(run: RunContents) -> str:
+def recipe_section(run: RunContents) -> str:
     """Return the changed keys of the recipe, and the complete recipe, collapsed."""
     rows = "".join(
         f"<tr><th>{escape(key)}</th><td>{escape(_toml(value))}</td></tr>"
@@ -306,7 +308,7 @@ def recipe_of(run: RunContents) -> str:
     )
 
 
-def commands_of(run: RunContents) -> str:
+def commands_section(run: RunContents) -> str:
     """Return commands that use the run. Directory names are quoted for a shell."""
     directory = str(run.directory)
     place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
@@ -325,12 +327,12 @@ def commands_of(run: RunContents) -> str:
     )
 
 
-def compared(runs: Sequence[RunContents]) -> str:
+def comparison_section(runs: Sequence[RunContents]) -> str:
     """Return a table of the metrics of several runs, and the keys in which their recipes differ."""
     head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
     figures = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
-        for label, values in comparison(runs).items()
+        for label, values in compare_metrics(runs).items()
     )
     differing = "".join(
         f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
@@ -339,11 +341,11 @@ def compared(runs: Sequence[RunContents]) -> str:
     return f'<table class="figures">{head}{figures}</table><h2>Recipes</h2>' + (
         f'<table class="recipe">{head}{differing}</table>'
         if differing
-        else _nothing("no differences")
+        else _empty_note("no differences")
     )
 
 
-def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
+def compare_metrics(runs: Sequence[RunContents]) -> dict[str, list[str]]:
     """Return the metrics of each run by label. Metrics without values are omitted."""
 
     def best(values: Sequence[float]) -> float:
@@ -390,11 +392,11 @@ def _toml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _in_script(told: Mapping[str, Any]) -> str:
+def _script_json(told: Mapping[str, Any]) -> str:
     """Return JSON that cannot close its enclosing script element."""
     text = json.dumps(told, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def _nothing(why: str) -> str:
+def _empty_note(why: str) -> str:
     return f'<p class="none">{escape(why)}</p>'

@@ -12,9 +12,9 @@ from typing import Any
 
 import datasets
 
-from torchmm.extensions.demo_data.manifest import new_directory, record
-from torchmm.extensions.demo_data.packages import debian_package, extract_debian
-from torchmm.extensions.demo_data.parquet import write_splits
+from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
+from torchmm.extensions.demo_data.packages import download_debian_package, extract_debian
+from torchmm.extensions.demo_data.parquet_files import write_splits
 
 PACKAGE = "gimp-help-en"
 COPYRIGHT_PACKAGE = "gimp-help-common"
@@ -39,8 +39,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         packages: Directory of downloaded packages.
         options: None are known.
     """
-    manual = debian_package(PACKAGE, packages)
-    common = debian_package(COPYRIGHT_PACKAGE, packages)
+    manual = download_debian_package(PACKAGE, packages)
+    common = download_debian_package(COPYRIGHT_PACKAGE, packages)
     with tempfile.TemporaryDirectory() as unpacked:
         root = Path(unpacked)
         extract_debian(manual, root)
@@ -52,7 +52,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             shutil.copy(copyright_file, directory / "COPYRIGHT")
     counts["images"] = sum(image is not None for row in rows for image in row["images"])
     details = {"options": options, "counts": counts}
-    record(output, "gimp_help", [manual, common], LICENCE, details)
+    record_data_set(output, "gimp_help", [manual, common], LICENCE, details)
 
 
 def _rows(pages: Path) -> Iterator[dict[str, Any]]:

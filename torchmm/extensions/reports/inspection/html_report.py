@@ -16,13 +16,17 @@ from PIL import Image
 
 from torchmm.common.batch import SampleMeta
 from torchmm.data.media.images import png_thumbnail
-from torchmm.extensions.reports.inspection.findings import Run, ShownSample, SourceFindings
-from torchmm.extensions.reports.inspection.table import source_rows
+from torchmm.extensions.reports.inspection.findings import (
+    DisplayedSample,
+    SourceFindings,
+    TokenSpan,
+)
+from torchmm.extensions.reports.inspection.findings_table import source_rows
 from torchmm.recipe.recipe import Recipe
 
 THUMBNAIL_PX = 224
-BARS = 40
-ROW_PX = (900, 18)
+HISTOGRAM_BINS = 40
+SEQUENCE_SIZE_PX = (900, 18)
 """Width and height of a packed sequence in pixels."""
 STYLE = """
 body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
@@ -37,10 +41,10 @@ figure img{max-width:224px;max-height:224px;image-rendering:auto;border:1px soli
 """
 
 
-def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -> None:
+def write_data_report(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -> None:
     """Write the page. Its directory must exist."""
     title = escape(f"Data of {recipe.name}")
-    body = "".join(_source(found, recipe.training.sequence_length) for found in findings)
+    body = "".join(_source_html(found, recipe.training.sequence_length) for found in findings)
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1><p>Sequences of "
@@ -54,7 +58,7 @@ def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -
     )
 
 
-def _source(found: SourceFindings, length: int) -> str:
+def _source_html(found: SourceFindings, length: int) -> str:
     table = "".join(
         f"<tr><th>{label}</th><td>{escape(text).replace(chr(10), '<br>')}</td></tr>"
         for label, text in source_rows(found).items()
@@ -62,19 +66,19 @@ def _source(found: SourceFindings, length: int) -> str:
     parts = [
         f"<h2>{escape(found.name)}</h2><table>{table}</table>",
         "<h3>Lengths</h3>",
-        _histogram(found.column("whole_tokens"), length),
-        *_refused(found),
+        _histogram_svg(found.column("whole_tokens"), length),
+        *_rejected_table(found),
         "<h3>Packed sequences</h3>",
         "<p>The first packed sequences of this source, with one box per sample. Tokens of encoders "
         "are dark.</p>",
-        *(_packed(pack, length) for pack in found.packs),
+        *(_sequence_svg(pack, length) for pack in found.packs),
         "<h3>Samples as the model receives them</h3>" if found.shown else "",
-        *(_sample(sample) for sample in found.shown),
+        *(_sample_html(sample) for sample in found.shown),
     ]
     return "".join(parts)
 
 
-def _refused(found: SourceFindings) -> Iterator[str]:
+def _rejected_table(found: SourceFindings) -> Iterator[str]:
     if not found.refused:
         return
     yield "<h3>Rejected records</h3><table><tr><th>records</th><th>first</th><th>reason</th></tr>"
@@ -85,11 +89,13 @@ def _refused(found: SourceFindings) -> Iterator[str]:
     yield "</table>"
 
 
-def _histogram(tokens_N: np.ndarray, length: int) -> str:
+def _histogram_svg(tokens_N: np.ndarray, length: int) -> str:
     """Return a histogram of sample lengths, with a line at the sequence length."""
-    counts, edges = np.histogram(tokens_N, bins=BARS, range=(0, max(1, int(tokens_N.max()))))
+    counts, edges = np.histogram(
+        tokens_N, bins=HISTOGRAM_BINS, range=(0, max(1, int(tokens_N.max())))
+    )
     width, height = 600, 80
-    step = width / BARS
+    step = width / HISTOGRAM_BINS
     bars = "".join(
         f'<rect x="{i * step:.1f}" y="{height - h:.1f}" width="{step - 1:.1f}" height="{h:.1f}" '
         'fill="#7a9cc6"/>'
@@ -110,8 +116,8 @@ def _histogram(tokens_N: np.ndarray, length: int) -> str:
     )
 
 
-def _packed(pack: Sequence[SampleMeta], length: int) -> str:
-    width, height = ROW_PX
+def _sequence_svg(pack: Sequence[SampleMeta], length: int) -> str:
+    width, height = SEQUENCE_SIZE_PX
     scale = width / length
     boxes, start = [], 0
     for sample in pack:
@@ -133,13 +139,13 @@ def _packed(pack: Sequence[SampleMeta], length: int) -> str:
     )
 
 
-def _sample(sample: ShownSample) -> str:
+def _sample_html(sample: DisplayedSample) -> str:
     figures = "".join(
-        f"<figure>{_image(picture.original)} {_image(picture.prepared)}"
+        f"<figure>{_image_html(picture.original)} {_image_html(picture.prepared)}"
         f"<figcaption>{escape(picture.label)}</figcaption></figure>"
         for picture in sample.pictures
     )
-    text = "".join(_run(run) for run in sample.runs)
+    text = "".join(_span_html(run) for run in sample.runs)
     return (
         f'<div class="sample"><p>{escape(sample.name)} · {escape(sample.layout)} · '
         f'{escape(sample.where)}</p><div class="pictures">{figures}</div>'
@@ -147,14 +153,14 @@ def _sample(sample: ShownSample) -> str:
     )
 
 
-def _run(run: Run) -> str:
+def _span_html(run: TokenSpan) -> str:
     if run.image is not None:
         return f'<span class="image">image {run.image + 1}: {run.tokens} tokens</span>'
     kind = ' class="loss"' if run.loss else ""
     return f"<span{kind}>{escape(run.text)}</span>"
 
 
-def _image(picture: Image.Image | None) -> str:
+def _image_html(picture: Image.Image | None) -> str:
     if picture is None:
         return ""
     data = base64.b64encode(png_thumbnail(picture, THUMBNAIL_PX)).decode()

@@ -27,24 +27,24 @@ from torchmm.data.corrupt import escape_text
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
 from torchmm.data.microbatch_builder import sample_name
-from torchmm.extensions.remote.producers.messages import (
-    COUNTS,
-    TEXT,
+from torchmm.extensions.remote.producers.wire_format import (
+    COUNT_KEYS,
+    TEXT_PART,
     TEXT_TENSORS,
-    Message,
-    messages_of,
+    TensorMessage,
+    step_messages,
 )
 
-PIXELS, PLACES = "pixels", "places"
+PIXELS, POSITIONS = "pixels", "places"
 MAX_REASON_CHARACTERS = 10_000
-UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
+VALUE_ERRORS = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
 """Errors of reading values of a wrong type, in addition to ValueError."""
-SHRUNK_FORM = [[0, 0], [0, 0], 0, 0, [0, 0], [0, 0]]
+DOWNSAMPLE_STRUCTURE = [[0, 0], [0, 0], 0, 0, [0, 0], [0, 0]]
 """`Shrunk` as JSON."""
 
 
 def unpack_step(
-    messages: Iterable[Message],
+    messages: Iterable[TensorMessage],
     microbatches: Sequence[list[PackItems]],
     decoder: StepDecoder,
 ) -> DecodedStep:
@@ -59,7 +59,7 @@ def unpack_step(
         ValueError: The messages are not the requested step. The error names the wrong field.
     """
     expected = [
-        _Expected(packs, images, decoder)
+        _RequestedMicrobatch(packs, images, decoder)
         for packs, images in zip(
             microbatches, decoder.images_to_decode(list(microbatches)), strict=True
         )
@@ -67,26 +67,26 @@ def unpack_step(
     for message in messages:
         number = message.values.get("microbatch")
         if type(number) is not int or not 0 <= number < len(expected):
-            raise ValueError(f"microbatch = {_short(number)} was not requested")
+            raise ValueError(f"microbatch = {_shorten(number)} was not requested")
         try:
             expected[number].receive(message)
-        except (ValueError, *UNREADABLE) as error:
-            raise ValueError(f"microbatch {number}: {_explain(error)}") from error
+        except (ValueError, *VALUE_ERRORS) as error:
+            raise ValueError(f"microbatch {number}: {_describe_error(error)}") from error
     step = DecodedStep([], {})
     for number, each in enumerate(expected):
         try:
             each.finish(step)
-        except (ValueError, *UNREADABLE) as error:
-            raise ValueError(f"microbatch {number}: {_explain(error)}") from error
+        except (ValueError, *VALUE_ERRORS) as error:
+            raise ValueError(f"microbatch {number}: {_describe_error(error)}") from error
     return step
 
 
-class _Expected:
+class _RequestedMicrobatch:
     """A requested microbatch, and the messages that were received for it.
 
     Args:
         packs: Requested samples.
-        images: Images that the producer decodes, by module (`StepDecoder.wanted`).
+        images: Images that the producer decodes, by module (`StepDecoder.images_to_decode`).
         decoder: Decoder of the trainer.
     """
 
@@ -96,16 +96,16 @@ class _Expected:
         self._packs = packs
         self._images = images
         self._decoder = decoder
-        self._form = decoder.rebuild(packs, images)
+        self._template = decoder.rebuild(packs, images)
         """Microbatch of zeroed samples, with the dtypes and shapes of all tensors except pixels."""
-        self._expected = _messages_by_part(self._form)
-        self._parts: dict[str, Message] = {}
+        self._expected = _messages_by_part(self._template)
+        self._parts: dict[str, TensorMessage] = {}
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: TensorMessage) -> None:
         """Store a part of the microbatch. Raise ValueError if its form is wrong."""
         part = message.values.get("part")
         if not isinstance(part, str) or part not in self._expected:
-            raise ValueError(f"part = {_short(part)} was not requested")
+            raise ValueError(f"part = {_shorten(part)} was not requested")
         if part in self._parts:
             raise ValueError(f"part {part!r} was sent twice")
         expected = self._expected[part]
@@ -117,7 +117,9 @@ class _Expected:
         for name, tensor in expected.tensors.items():
             shape = list(tensor.shape)
             if name == PIXELS:
-                inputs = self._form.generator if part == GENERATOR else self._form.encoders[part]
+                inputs = (
+                    self._template.generator if part == GENERATOR else self._template.encoders[part]
+                )
                 assert inputs is not None
                 rows = inputs.pixel_rows
                 shape[0] = sum(
@@ -131,7 +133,7 @@ class _Expected:
     def finish(self, step: DecodedStep) -> None:
         """Append the microbatch to a step. Raise ValueError if a value is wrong."""
         _require_equal("parts", sorted(self._parts), sorted(self._expected))
-        counts = self._parts[TEXT].values
+        counts = self._parts[TEXT_PART].values
         corrupt = self._read_corrupt(counts["corrupt"])
         found = self._copy_positions(corrupt)
         self._check_text(found)
@@ -145,56 +147,60 @@ class _Expected:
             microbatch.generator.patches_PV = self._parts[GENERATOR].tensors[PIXELS]
         step.microbatches.append(microbatch)
         step.corrupt |= corrupt
-        images = self._form.meta.image_count + len(self._form.meta.generated)
-        step.decoded_media += _count("decoded_media", counts["decoded_media"], images)
-        step.read_bytes += _count("read_bytes", counts["read_bytes"], 1 << 62)
+        images = self._template.meta.image_count + len(self._template.meta.generated)
+        step.decoded_media += _check_count("decoded_media", counts["decoded_media"], images)
+        step.read_bytes += _check_count("read_bytes", counts["read_bytes"], 1 << 62)
 
     def _read_corrupt(self, values: Any) -> dict[str, str]:
         """Return the reasons why samples are corrupt, by sample name."""
         names = {sample_name(item.meta) for pack in self._packs for item in pack}
         if not isinstance(values, dict):
-            raise ValueError(f"corrupt = {_short(values)} is not an object")
-        for name, why in values.items():
-            if name not in names or not isinstance(why, str) or len(why) > MAX_REASON_CHARACTERS:
+            raise ValueError(f"corrupt = {_shorten(values)} is not an object")
+        for name, reason in values.items():
+            if (
+                name not in names
+                or not isinstance(reason, str)
+                or len(reason) > MAX_REASON_CHARACTERS
+            ):
                 raise ValueError(
-                    f"corrupt = {_short(values)} is not a reason for a requested sample"
+                    f"corrupt = {_shorten(values)} is not a reason for a requested sample"
                 )
-        return {name: escape_text(why, MAX_REASON_CHARACTERS) for name, why in values.items()}
+        return {name: escape_text(reason, MAX_REASON_CHARACTERS) for name, reason in values.items()}
 
     def _copy_positions(self, corrupt: Mapping[str, str]) -> Microbatch:
         """Return the microbatch with the text, positions and tile crops that were sent."""
-        texts = self._parts[TEXT].tensors
+        texts = self._parts[TEXT_PART].tensors
         encoders = {
             name: replace(
                 inputs,
-                positions_K=self._parts[name].tensors[PLACES],
+                positions_K=self._parts[name].tensors[POSITIONS],
                 kept=self._read_kept(name, self._parts[name].values["kept"], corrupt),
             )
-            for name, inputs in self._form.encoders.items()
+            for name, inputs in self._template.encoders.items()
         }
-        drawn = self._form.generator
-        if drawn is not None:
-            places_K = self._parts[GENERATOR].tensors[PLACES]
-            drawn = replace(drawn, context_positions_K=places_K)
+        generator_inputs = self._template.generator
+        if generator_inputs is not None:
+            places_K = self._parts[GENERATOR].tensors[POSITIONS]
+            generator_inputs = replace(generator_inputs, context_positions_K=places_K)
         tensors: dict[str, Any] = {key: texts[key] for key in TEXT_TENSORS}
-        return replace(self._form, encoders=encoders, generator=drawn, **tensors)
+        return replace(self._template, encoders=encoders, generator=generator_inputs, **tensors)
 
     def _read_kept(self, name: str, values: Any, corrupt: Mapping[str, str]) -> list[Kept] | None:
         """Return the cropped rectangles of tiles, or None if the encoder has no cropped tiles."""
         if not self._decoder.reader.media[name].spec.ends_lines:
             return None  # `_compare` detects a value that was sent nevertheless
-        samples = [s for s in self._form.meta.samples for _ in s.images_read_by(name)]
-        images = self._form.meta.images_read_by(name)
+        samples = [s for s in self._template.meta.samples for _ in s.images_read_by(name)]
+        images = self._template.meta.images_read_by(name)
         if not isinstance(values, list) or len(values) != len(images):
-            text = f"part {name!r}: kept = {_short(values)} does not have one rectangle per image"
+            text = f"part {name!r}: kept = {_shorten(values)} does not have one rectangle per image"
             raise ValueError(text)
         found = []
         for value, image, sample in zip(values, images, samples, strict=True):
             _, rows, columns = self._decoder.reader.medium(image).token_grid(image)
-            blank = sample_name(sample) in corrupt  # `_compare` checks the rectangle
-            if not blank and not _is_kept(value, image, rows, columns, len(images)):
-                raise ValueError(f"part {name!r}: kept = {_short(value)} is not a part of a tile")
-            found.append(Kept(0, 0, 0, 0, 0) if blank else Kept.from_json(value))
+            is_masked = sample_name(sample) in corrupt  # `_compare` checks the rectangle
+            if not is_masked and not _is_tile_region(value, image, rows, columns, len(images)):
+                raise ValueError(f"part {name!r}: kept = {_shorten(value)} is not a part of a tile")
+            found.append(Kept(0, 0, 0, 0, 0) if is_masked else Kept.from_json(value))
         return found
 
     def _check_text(self, found: Microbatch) -> None:
@@ -204,7 +210,7 @@ class _Expected:
         if not ((ids_T >= 0) & (ids_T < size)).all():
             raise ValueError(f"part '': input_ids_T is out of range for a vocabulary of {size} ids")
         next_T = torch.cat([ids_T[1:], ids_T.new_full([1], IGNORE_TARGET)])
-        next_T[torch.tensor(self._form.cu_seqlens[1:]) - 1] = IGNORE_TARGET
+        next_T[torch.tensor(self._template.cu_seqlens[1:]) - 1] = IGNORE_TARGET
         targets_T = found.targets_T
         if not ((targets_T == next_T) | (targets_T == IGNORE_TARGET)).all():
             raise ValueError("part '': targets_T has targets that are not the next token")
@@ -224,7 +230,7 @@ class _Expected:
             if not torch.isin(found.input_ids_T[positions_K], placeholders).all():
                 raise ValueError(f"part {name!r}: positions are not image placeholders")
             each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
-            if any(len(own.unique()) != len(own) for own in each):
+            if any(len(positions.unique()) != len(positions) for positions in each):
                 raise ValueError(f"part {name!r}: an image uses a position twice")
             # Tiles that are shrunk together share tokens with adjacent tiles.
             shared = self._decoder.reader.media[name].spec.ends_lines
@@ -241,7 +247,7 @@ class _Expected:
     def _sample_bounds(self) -> tuple[list[int], list[int]]:
         """Return the first position of each sample, and the position after its last token."""
         firsts, stops = [], []
-        pack_tokens = self._form.meta.tokens // max(1, len(self._packs))
+        pack_tokens = self._template.meta.tokens // max(1, len(self._packs))
         for number, pack in enumerate(self._packs):
             start = number * pack_tokens
             for item in pack:
@@ -250,22 +256,22 @@ class _Expected:
                 stops.append(start)
         return firsts, stops
 
-    def _compare(self, part: str, expected: Message) -> None:
+    def _compare(self, part: str, expected: TensorMessage) -> None:
         """Raise ValueError if a part differs from the rebuilt part in more than pixels."""
         found = self._parts[part]
         for key, value in expected.values.items():
-            if key not in COUNTS:
+            if key not in COUNT_KEYS:
                 _require_equal(f"part {part!r}: {key}", found.values[key], value)
         for name, tensor in expected.tensors.items():
             if name != PIXELS and not torch.equal(found.tensors[name], tensor):
                 raise ValueError(f"part {part!r}: {name} differs from the requested samples")
 
 
-def _messages_by_part(microbatch: Microbatch) -> dict[str, Message]:
-    return {m.values["part"]: m for m in messages_of(DecodedStep([microbatch], {}))}
+def _messages_by_part(microbatch: Microbatch) -> dict[str, TensorMessage]:
+    return {m.values["part"]: m for m in step_messages(DecodedStep([microbatch], {}))}
 
 
-def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int) -> bool:
+def _is_tile_region(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int) -> bool:
     """Return True if values are a rectangle of a tile that contains the tokens of the image.
 
     Args:
@@ -274,7 +280,7 @@ def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int)
         rows, columns: Output tokens of a tile.
         tiles: Upper bound on the number of tiles of an image.
     """
-    if _zeros(values) not in ([0] * 5 + [None], [0] * 5 + [SHRUNK_FORM]):
+    if _with_zeros(values) not in ([0] * 5 + [None], [0] * 5 + [DOWNSAMPLE_STRUCTURE]):
         return False
     kept = Kept.from_json(values)
     inside = (
@@ -285,14 +291,16 @@ def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int)
     if (shrunk := kept.shrunk) is not None:
         height = kept.bottom - kept.top
         width = kept.right - kept.left
-        inside &= _is_span(shrunk.rows, shrunk.from_row, height, shrunk.to_rows, rows * tiles)
-        inside &= _is_span(
+        inside &= _is_row_mapping(
+            shrunk.rows, shrunk.from_row, height, shrunk.to_rows, rows * tiles
+        )
+        inside &= _is_row_mapping(
             shrunk.columns, shrunk.from_column, width, shrunk.to_columns, columns * tiles
         )
     return inside and kept.tokens == image.tokens
 
 
-def _is_span(
+def _is_row_mapping(
     sizes: tuple[int, int], first: int, length: int, to: tuple[int, int], limit: int
 ) -> bool:
     """Return True if `length` rows from `first` on map to the rows `to` of the smaller image.
@@ -310,10 +318,10 @@ def _is_span(
     )
 
 
-def _zeros(values: Any) -> Any:
+def _with_zeros(values: Any) -> Any:
     """Return nested lists with each integer replaced by 0, to compare their form."""
     if isinstance(values, list):
-        return [_zeros(each) for each in values]
+        return [_with_zeros(each) for each in values]
     return 0 if type(values) is int else values
 
 
@@ -327,18 +335,18 @@ def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: n
 def _require_equal(what: str, found: Any, expected: Any) -> None:
     """Raise ValueError if two JSON values differ, also in type (1, 1.0, true)."""
     if json.dumps(found) != json.dumps(expected):
-        raise ValueError(f"{what} = {_short(found)}; expected {_short(expected)}")
+        raise ValueError(f"{what} = {_shorten(found)}; expected {_shorten(expected)}")
 
 
-def _count(key: str, value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{key} = {_short(value)} is not between 0 and {most}")
+def _check_count(key: str, value: Any, maximum: int) -> int:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ValueError(f"{key} = {_shorten(value)} is not between 0 and {maximum}")
     return value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return escape_text(repr(value), 200)
 
 
-def _explain(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

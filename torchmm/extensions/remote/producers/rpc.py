@@ -18,20 +18,20 @@ from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import escape_text
-from torchmm.extensions.remote.producers.connections import ConnectionWatch
+from torchmm.extensions.remote.producers.connection_limits import ConnectionWatch
 from torchmm.recipe.data_section import is_host_port, is_local
 
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
 TOKEN_HEADER = "torchmm-token"
-LONGEST_WAIT_S = 2.0
-IN_VAIN = (flight.FlightError, pa.ArrowException, OSError, ValueError)
+MAX_WAIT_S = 2.0
+CALL_ERRORS = (flight.FlightError, pa.ArrowException, OSError, ValueError)
 """Errors of calls that receive no valid response."""
 
 Certificate = tuple[bytes, bytes]
 """PEM certificate and private key."""
 
 
-class TokenCheck(flight.ServerMiddlewareFactory):
+class TokenMiddleware(flight.ServerMiddlewareFactory):
     """Middleware that accepts only calls with the token."""
 
     def __init__(self, token: str) -> None:
@@ -48,7 +48,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):
         return None
 
 
-class Server(flight.FlightServerBase):
+class FlightServer(flight.FlightServerBase):
     """Flight server that listens from construction on. `watch` limits the data that clients send.
 
     Args:
@@ -69,9 +69,9 @@ class Server(flight.FlightServerBase):
             super().__init__(
                 f"{'grpc+tls' if certificate else 'grpc+tcp'}://{bind}",
                 tls_certificates=[certificate] if certificate else None,
-                middleware={"token": TokenCheck(token)} if token else {},
+                middleware={"token": TokenMiddleware(token)} if token else {},
             )
-        except IN_VAIN as error:
+        except CALL_ERRORS as error:
             raise ConfigError(
                 f"cannot listen on {bind}: {error}; check for another process on this port"
             ) from error
@@ -88,14 +88,14 @@ class Server(flight.FlightServerBase):
         self.watch.close()  # stops responses that are not read, until the shutdown is complete
 
 
-def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.FlightClient:
+def connect_client(address: str, certificate: bytes | None, max_bytes: int) -> flight.FlightClient:
     """Return a client of HOST:PORT, which connects at its first call.
 
     Args:
         address: HOST:PORT.
         certificate: PEM certificate of the signer of the server certificate. If None, the
             connection is not encrypted.
-        most_bytes: Maximum size of a received message.
+        max_bytes: Maximum size of a received message.
 
     Raises:
         ConnectionError: The server is on another host, and no certificate is set.
@@ -103,8 +103,8 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
     if certificate is None and not is_local(address):
         raise ConnectionError("on another host, which requires encryption")
     options = [
-        ("grpc.max_receive_message_length", most_bytes),
-        ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_WAIT_S)),
+        ("grpc.max_receive_message_length", max_bytes),
+        ("grpc.max_reconnect_backoff_ms", int(1000 * MAX_WAIT_S)),
     ]
     scheme = "grpc+tcp" if certificate is None else "grpc+tls"
     return flight.FlightClient(
@@ -112,50 +112,51 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
     )
 
 
-def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
+def read_single_response(results: Iterable[flight.Result], max_bytes: int) -> bytes:
     """Return the only response to an action. Raise ValueError for several or large responses."""
-    found: list[bytes] = []
+    bodies: list[bytes] = []
     for result in results:
-        if found:
+        if bodies:
             raise ValueError("more than one response")
-        if (size := result.body.size) > most_bytes:
-            raise ValueError(f"a response of {size} bytes is above the limit of {most_bytes}")
-        found.append(result.body.to_pybytes())
-    if not found:
+        if (size := result.body.size) > max_bytes:
+            raise ValueError(f"a response of {size} bytes is above the limit of {max_bytes}")
+        bodies.append(result.body.to_pybytes())
+    if not bodies:
         raise ValueError("no response")
-    return found[0]
+    return bodies[0]
 
 
-def within(timeout_s: float) -> flight.FlightCallOptions:
+def call_options(timeout_s: float) -> flight.FlightCallOptions:
     """Return the options of a call: its deadline, and the token of this process."""
     token = os.environ.get(TOKEN_VARIABLE)
     headers = [(TOKEN_HEADER.encode(), token.encode())] if token else []
     return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return a short description of the error of a call."""
     if isinstance(error, ValueError):
-        return f"malformed response: {said(error)}"
-    return f"{type(error).__name__.removeprefix('Flight').removesuffix('Error')}: {said(error)}"
+        return f"malformed response: {clean_message(error)}"
+    name = type(error).__name__.removeprefix("Flight").removesuffix("Error")
+    return f"{name}: {clean_message(error)}"
 
 
-def said(error: Exception) -> str:
+def clean_message(error: Exception) -> str:
     """Return the error message of the other process, printable and without library additions."""
     text = str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
     return escape_text(text)
 
 
-def ended_by_signals() -> threading.Event:
+def stop_event() -> threading.Event:
     """Return an event that SIGTERM or SIGINT sets. The signals have no other effect."""
-    ended = threading.Event()
+    stopped = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
+        stopped.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    return ended
+    return stopped
 
 
 def read_certificate(key: str, path: str | None) -> bytes | None:
@@ -172,7 +173,7 @@ def read_certificate(key: str, path: str | None) -> bytes | None:
         raise ConfigError(f"{key} = {path!r}: {error.strerror}") from error
 
 
-def key_pair(certificate: str | None, key: str | None) -> Certificate | None:
+def read_key_pair(certificate: str | None, key: str | None) -> Certificate | None:
     """Return the contents of --tls-certificate and --tls-key.
 
     Raises:

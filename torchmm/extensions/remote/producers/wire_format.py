@@ -34,27 +34,27 @@ from torchmm.common.row_slices import Reads, Share
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import PackItems
 
-VERSION = 6
+PROTOCOL_VERSION = 6
 BUSY = b"busy"
 """Marks errors of producers without capacity at the moment."""
-REFUSED = b"refused"
+REJECTED = b"refused"
 """Marks errors of invalid requests, which a retry does not fix."""
 TOO_LARGE = b"too large"
 """Marks errors of responses above the size limit, which a retry does not fix."""
 
-TEXT = ""
+TEXT_PART = ""
 """Part of a microbatch with text, which is not specific to a module."""
 TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
 GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
-COUNTS = ("corrupt", "decoded_media", "read_bytes")
+COUNT_KEYS = ("corrupt", "decoded_media", "read_bytes")
 SCHEMA = pa.schema([(str(number), pa.large_binary()) for number in range(3)])
 MAX_VALUES_BYTES = 8 * 10**6
 """Limit on the JSON of a message. Python objects of hostile JSON use about 20 times its bytes."""
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
 
 
-class Request(NamedTuple):
+class SampleRequest(NamedTuple):
     """Request of a trainer for samples.
 
     Attributes:
@@ -71,7 +71,7 @@ class Request(NamedTuple):
     most_bytes: int = 10**9
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """Part of a response."""
 
     values: dict[str, Any]
@@ -79,7 +79,9 @@ class Message(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def names_of(microbatches: Sequence[Sequence[PackItems]]) -> list[list[list[tuple[int, int, int]]]]:
+def sample_keys(
+    microbatches: Sequence[Sequence[PackItems]],
+) -> list[list[list[tuple[int, int, int]]]]:
     """Return source, epoch and index of samples, for a request."""
     return [
         [[(item.feed, item.epoch, item.meta.index) for item in pack] for pack in packs]
@@ -87,14 +89,14 @@ def names_of(microbatches: Sequence[Sequence[PackItems]]) -> list[list[list[tupl
     ]
 
 
-def pack_request(request: Request) -> bytes:
+def encode_request(request: SampleRequest) -> bytes:
     """Encode a request as JSON."""
-    values: dict[str, Any] = {"version": VERSION} | request._asdict()
+    values: dict[str, Any] = {"version": PROTOCOL_VERSION} | request._asdict()
     values["reads"] = request.reads and [request.reads.shares, request.reads.context]
     return json.dumps(values).encode()
 
 
-def unpack_request(data: bytes) -> Request:
+def decode_request(data: bytes) -> SampleRequest:
     """Decode a request.
 
     Raises:
@@ -102,27 +104,31 @@ def unpack_request(data: bytes) -> Request:
     """
     try:
         request = json.loads(data)
-        if request["version"] != VERSION:
-            text = f"the protocol version is {request['version']}, but {VERSION} is expected"
+        if request["version"] != PROTOCOL_VERSION:
+            text = (
+                f"the protocol version is {request['version']}, but {PROTOCOL_VERSION} is expected"
+            )
             raise ValueError(f"{text}; use the same version of torchmm on both hosts")
         samples = [
-            [[_sample(*sample) for sample in pack] for pack in packs]
+            [[_check_sample_key(*sample) for sample in pack] for pack in packs]
             for packs in request["samples"]
         ]
         most_bytes = int(request["most_bytes"])
-        return Request(str(request["fingerprint"]), samples, _reads(request["reads"]), most_bytes)
+        return SampleRequest(
+            str(request["fingerprint"]), samples, _decode_reads(request["reads"]), most_bytes
+        )
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"invalid request for samples ({type(error).__name__}: {error})"
         ) from error
 
 
-def messages_of(step: DecodedStep) -> list[Message]:
+def step_messages(step: DecodedStep) -> list[TensorMessage]:
     """Return the messages of a decoded step of one microbatch, without metadata of the samples."""
     (microbatch,) = step.microbatches
-    values = {"cu_seqlens": microbatch.cu_seqlens} | {key: getattr(step, key) for key in COUNTS}
+    values = {"cu_seqlens": microbatch.cu_seqlens} | {key: getattr(step, key) for key in COUNT_KEYS}
     tensors = {key: getattr(microbatch, key) for key in TEXT_TENSORS}
-    found = [Message({"part": TEXT} | values, tensors)]
+    found = [TensorMessage({"part": TEXT_PART} | values, tensors)]
     for name, inputs in microbatch.encoders.items():
         values = {
             "part": name,
@@ -132,15 +138,15 @@ def messages_of(step: DecodedStep) -> list[Message]:
             "held": inputs.held,
             "blank": inputs.blank,
         }
-        found.append(Message(values, {"pixels": inputs.pixels, "places": inputs.positions_K}))
+        found.append(TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K}))
     if (drawn := microbatch.generator) is not None:
         values = {"part": GENERATOR} | {key: getattr(drawn, key) for key in GENERATOR_LISTS}
         tensors = {"pixels": drawn.patches_PV, "places": drawn.context_positions_K}
-        found.append(Message(values, tensors))
+        found.append(TensorMessage(values, tensors))
     return found
 
 
-def to_arrow(message: Message, microbatch: int) -> tuple[pa.RecordBatch, bytes]:
+def encode_message(message: TensorMessage, microbatch: int) -> tuple[pa.RecordBatch, bytes]:
     """Encode a message about this microbatch as a record batch with JSON metadata."""
     columns: list[pa.Array] = []
     described = {}
@@ -154,7 +160,7 @@ def to_arrow(message: Message, microbatch: int) -> tuple[pa.RecordBatch, bytes]:
     return pa.record_batch(columns, schema=SCHEMA), json.dumps(values).encode()
 
 
-def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
+def decode_message(chunk: flight.FlightStreamChunk) -> TensorMessage:
     """Decode a message.
 
     Raises:
@@ -172,17 +178,17 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
         values = json.loads(chunk.app_metadata.to_pybytes())
         described = values.pop("tensors")
         tensors = {
-            name: _tensor(column[0].as_buffer(), *described[name])
+            name: _decode_tensor(column[0].as_buffer(), *described[name])
             for column, name in zip(batch.columns, described, strict=False)
         }
-        return Message(values, tensors)
+        return TensorMessage(values, tensors)
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(
             f"a message of unknown format ({type(error).__name__}: {error})"
         ) from error
 
 
-def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
+def _decode_tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
     kind = np.dtype(str(DTYPES[dtype]).removeprefix("torch."))
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError(f"a tensor of shape {shape}")
@@ -190,21 +196,23 @@ def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
     return torch.from_numpy(values.reshape(shape).copy())  # the buffer may be shared
 
 
-def _sample(feed: int, epoch: int, index: int) -> tuple[int, int, int]:
+def _check_sample_key(feed: int, epoch: int, index: int) -> tuple[int, int, int]:
     for value in (feed, epoch, index):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"invalid request for samples (sample {[feed, epoch, index]!r})")
     return feed, epoch, index
 
 
-def _reads(values: list[Any] | None) -> Reads | None:
+def _decode_reads(values: list[Any] | None) -> Reads | None:
     if values is None:
         return None
     shares, context = values
-    return Reads({name: _share(*share) for name, share in shares.items()}, _share(*context))
+    return Reads(
+        {name: _decode_share(*share) for name, share in shares.items()}, _decode_share(*context)
+    )
 
 
-def _share(part: int, of: int) -> Share:
-    if type(part) is not int or type(of) is not int or not 0 <= part < of <= MOST_RANKS:
+def _decode_share(part: int, of: int) -> Share:
+    if type(part) is not int or type(of) is not int or not 0 <= part < of <= MAX_RANKS:
         raise ValueError(f"invalid request for samples (share {[part, of]!r})")
     return Share(part, of)

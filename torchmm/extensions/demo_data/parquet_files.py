@@ -17,7 +17,7 @@ VALIDATION_PERCENT = 10
 ROWS_PER_FILE = 2000
 
 
-def split_of(source_file: str) -> str:
+def assign_split(source_file: str) -> str:
     """Return "train" or "validation", a pure function of the file name."""
     number = int.from_bytes(hashlib.sha256(source_file.encode()).digest()[:8], "big")
     return "validation" if number % 100 < VALIDATION_PERCENT else "train"
@@ -29,7 +29,7 @@ def write_splits(
     """Write records (each with its `file`) to `train/` and `validation/`. Return the counts."""
     counts = {}
     for split in ("train", "validation"):
-        part = [row for row in rows if split_of(row["file"]) == split]
+        part = [row for row in rows if assign_split(row["file"]) == split]
         counts[split] = len(part)
         write_rows(directory / split, part, features)
     return counts

@@ -28,13 +28,13 @@ from urllib.parse import unquote
 
 MAX_REQUEST_BYTES = 16 * 10**6
 """Twice the largest valid request."""
-READING_S = 30.0
-"""Time to read a message, in addition to its bytes at `READING_BYTES_PER_S`."""
-READING_BYTES_PER_S = 10**6
-WATCH_S = 0.1
-_OPEN_FILES = Path("/proc/self/fd")
-_INFO_BYTES = 136
-_RECEIVED_AT = 128
+READ_TIMEOUT_S = 30.0
+"""Time to read a message, in addition to its bytes at `MIN_READ_BYTES_PER_S`."""
+MIN_READ_BYTES_PER_S = 10**6
+POLL_S = 0.1
+_FD_DIRECTORY = Path("/proc/self/fd")
+_TCP_INFO_BYTES = 136
+_RECEIVED_OFFSET = 128
 """Offset of tcpi_bytes_received in struct tcp_info of the Linux kernel."""
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ConnectionWatch:
         self._bases: dict[str, int] = {}
         """Bytes received up to the last accepted request, by peer."""
         self.closed = 0
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         threading.Thread(target=self._run, name="connections", daemon=True).start()
 
     def accept(self, peer: str) -> None:
@@ -68,16 +68,16 @@ class ConnectionWatch:
             peer: `ServerCallContext.peer()`.
         """
         with self._lock:
-            self._accepted.add(_normalize(peer))
+            self._accepted.add(_normalize_peer(peer))
 
     @contextmanager
     def sending(self, peer: str, size: int) -> Iterator[None]:
         """Close the connection if a message of `size` bytes is not read in time."""
-        deadline_s = time.monotonic() + READING_S + size / READING_BYTES_PER_S
+        deadline_s = time.monotonic() + READ_TIMEOUT_S + size / MIN_READ_BYTES_PER_S
         with self._lock:
             self._sent += 1
             number = self._sent
-            self._deadlines[number] = _normalize(peer), deadline_s
+            self._deadlines[number] = _normalize_peer(peer), deadline_s
         try:
             yield
         finally:
@@ -87,57 +87,61 @@ class ConnectionWatch:
 
     def close(self) -> None:
         """Stop polling."""
-        self._ended.set()
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(WATCH_S):
-            self._look()
+        while not self._stopped.wait(POLL_S):
+            self._check_connections()
 
-    def _look(self) -> None:
+    def _check_connections(self) -> None:
         now_s = time.monotonic()
         with self._lock:
             accepted, self._accepted = self._accepted, set()
-            late = {peer for peer, deadline_s in self._deadlines.values() if now_s > deadline_s}
+            timed_out = {
+                peer for peer, deadline_s in self._deadlines.values() if now_s > deadline_s
+            }
         bases: dict[str, int] = {}
-        for connection, peer in _connections(self._port):
+        for connection, peer in _accepted_connections(self._port):
             received = _received_bytes(connection)
             bases[peer] = received if peer in accepted else self._bases.get(peer, 0)
             if received - bases[peer] > MAX_REQUEST_BYTES:
-                self._cut(connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes")
-            elif peer in late:
-                self._cut(connection, peer, "the client does not read the response")
+                self._close_connection(
+                    connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes"
+                )
+            elif peer in timed_out:
+                self._close_connection(connection, peer, "the client does not read the response")
         self._bases = bases
 
-    def _cut(self, connection: socket.socket, peer: str, why: str) -> None:
+    def _close_connection(self, connection: socket.socket, peer: str, reason: str) -> None:
         with suppress(OSError):  # the client may have closed it
             connection.shutdown(socket.SHUT_RDWR)
         self.closed += 1
         if self.closed & (self.closed - 1) == 0:  # 1, 2, 4, ...: limits the number of log lines
             logger.warning(
-                "connection of %s closed: %s (closed_connections=%d)", peer, why, self.closed
+                "connection of %s closed: %s (closed_connections=%d)", peer, reason, self.closed
             )
 
 
-def _connections(port: int) -> Iterator[tuple[socket.socket, str]]:
+def _accepted_connections(port: int) -> Iterator[tuple[socket.socket, str]]:
     """Yield copies of the sockets that this process has accepted at a port, with their peers."""
     try:
-        numbers = [int(file.name) for file in _OPEN_FILES.iterdir()]
+        numbers = [int(file.name) for file in _FD_DIRECTORY.iterdir()]
     except OSError:  # not Linux
         return
     for number in numbers:
         with suppress(OSError):  # closed in the meantime, or not connected
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            connection = _copy_of(number)
+            connection = _duplicate_socket(number)
             with closing(connection):
-                own = connection.getsockname()
-                if connection.type != socket.SOCK_STREAM or own[1:2] != (port,):
+                local_address = connection.getsockname()
+                if connection.type != socket.SOCK_STREAM or local_address[1:2] != (port,):
                     continue
                 peer = connection.getpeername()
                 yield connection, f"{peer[0].removeprefix('::ffff:')}:{peer[1]}"
 
 
-def _copy_of(number: int) -> socket.socket:
+def _duplicate_socket(number: int) -> socket.socket:
     """Return a duplicate of an open socket, whose number no other file can reuse."""
     copy = os.dup(number)
     try:
@@ -149,13 +153,13 @@ def _copy_of(number: int) -> socket.socket:
 
 def _received_bytes(connection: socket.socket) -> int:
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return 0
-    return struct.unpack_from("Q", info, _RECEIVED_AT)[0] if len(info) >= _INFO_BYTES else 0
+    return struct.unpack_from("Q", info, _RECEIVED_OFFSET)[0] if len(info) >= _TCP_INFO_BYTES else 0
 
 
-def _normalize(peer: str) -> str:
+def _normalize_peer(peer: str) -> str:
     """Return HOST:PORT of a gRPC peer such as ipv4:127.0.0.1:7 or ipv6:%5B::1%5D:7."""
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
     return f"{host.strip('[]').removeprefix('::ffff:')}:{port}"

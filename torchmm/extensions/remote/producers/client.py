@@ -7,7 +7,7 @@ hangs or is busy, the next producer is asked. No sample is lost, because a reque
 
 A producer with a wrong response is logged and not used again until the end of the run.
 
-`choosing.py` selects the order of producers.
+`load_balancing.py` selects the order of producers.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torchmm.common.errors import DataError
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder, add_noise
 from torchmm.data.items import PackItems
-from torchmm.extensions.remote.producers.answers import unpack_step
-from torchmm.extensions.remote.producers.calls import (
-    IN_VAIN,
-    LONGEST_WAIT_S,
+from torchmm.extensions.remote.producers.load_balancing import ProducerSelector
+from torchmm.extensions.remote.producers.response_validation import unpack_step
+from torchmm.extensions.remote.producers.rpc import (
+    CALL_ERRORS,
+    MAX_WAIT_S,
     TOKEN_VARIABLE,
-    connect,
-    describe,
+    call_options,
+    clean_message,
+    connect_client,
+    describe_error,
     read_certificate,
-    said,
-    within,
 )
-from torchmm.extensions.remote.producers.choosing import Choice
-from torchmm.extensions.remote.producers.messages import (
+from torchmm.extensions.remote.producers.wire_format import (
     BUSY,
-    REFUSED,
+    REJECTED,
     TOO_LARGE,
-    Message,
-    Request,
-    from_arrow,
-    names_of,
-    pack_request,
+    SampleRequest,
+    TensorMessage,
+    decode_message,
+    encode_request,
+    sample_keys,
 )
 from torchmm.recipe.data_section import ProducersConfig
 
@@ -52,15 +52,15 @@ FRAMING_BYTES = 10**6
 """Upper bound on the bytes that gRPC and Arrow add to a message."""
 
 T = TypeVar("T")
-Question = Callable[[flight.FlightClient, flight.FlightCallOptions], T]
-"""A call of a producer, which raises an error in `IN_VAIN`."""
+ProducerCall = Callable[[flight.FlightClient, flight.FlightCallOptions], T]
+"""A call of a producer, which raises an error in `CALL_ERRORS`."""
 
 
-class OtherDataError(OSError):
+class DifferentDataError(OSError):
     """Error of a producer that has different data. Another producer may have the requested data."""
 
 
-class Asking:
+class ProducerClient:
     """Client that calls producers in order until one responds. Picklable before its first use.
 
     Args:
@@ -74,16 +74,16 @@ class Asking:
     def __init__(self, config: ProducersConfig, fingerprint: str | None) -> None:
         self._config = config
         self._certificate = read_certificate("data.producers.ca_certificate", config.ca_certificate)
-        self._choice = Choice(config, fingerprint, self._certificate)
+        self._selector = ProducerSelector(config, fingerprint, self._certificate)
         self._clients: dict[str, flight.FlightClient] = {}
-        self.most_bytes = int(config.max_message_mb * 1e6)
+        self.max_bytes = int(config.max_message_mb * 1e6)
         """Maximum size of a message in bytes."""
 
-    def ask(self, first: int, question: Question[T]) -> T:
+    def call(self, first: int, call: ProducerCall[T]) -> T:
         """Return the first correct response.
 
         Args:
-            first: Turn of the first producer (`Choice.in_turn`).
+            first: Step number that selects the first producer (`ProducerSelector.order_producers`).
             question: Call to a producer.
 
         Raises:
@@ -91,62 +91,69 @@ class Asking:
                 request, or all of `data.producers.addresses` have different data or sent a wrong
                 response.
         """
-        tried: dict[str, str] = {}
-        others: set[str] = set()
-        give_up = time.monotonic() + self._config.retry_timeout_s
+        errors_by_address: dict[str, str] = {}
+        different_data: set[str] = set()
+        deadline = time.monotonic() + self._config.retry_timeout_s
         wait_s = 0.05
         while True:
-            for address in self._choice.in_turn(first):
+            for address in self._selector.order_producers(first):
                 try:
-                    left_s = max(0.1, give_up - time.monotonic())
-                    options = within(min(self._config.timeout_s, left_s))
-                    return question(self._client(address), options)
-                except IN_VAIN as error:
-                    tried[address] = describe(error)
+                    left_s = max(0.1, deadline - time.monotonic())
+                    options = call_options(min(self._config.timeout_s, left_s))
+                    return call(self._client(address), options)
+                except CALL_ERRORS as error:
+                    errors_by_address[address] = describe_error(error)
                     if isinstance(error, ValueError):
-                        self._choice.leave_out(address, describe(error))
-                    elif _info(error) != BUSY:
-                        self._choice.failed(address)
-                    refused = isinstance(error, flight.FlightUnauthenticatedError)
-                    if refused or _info(error) in (REFUSED, TOO_LARGE):  # by every producer
+                        self._selector.exclude(address, describe_error(error))
+                    elif _extra_info(error) != BUSY:
+                        self._selector.mark_failed(address)
+                    is_rejected = isinstance(error, flight.FlightUnauthenticatedError)
+                    if is_rejected or _extra_info(error) in (
+                        REJECTED,
+                        TOO_LARGE,
+                    ):  # by every producer
                         raise DataError(self._explain(address, error)) from error
-                    if isinstance(error, OtherDataError):
-                        others.add(address)
-                if time.monotonic() > give_up:
+                    if isinstance(error, DifferentDataError):
+                        different_data.add(address)
+                if time.monotonic() > deadline:
                     break
-            useless = others | set(self._choice.left_out)
-            hopeless = self._config.registry is None and useless >= set(self._config.addresses)
-            if hopeless or time.monotonic() > give_up:
-                raise DataError(self._nobody(self._choice.left_out | tried, hopeless))
-            time.sleep(min(wait_s, max(0.0, give_up - time.monotonic())))  # all were asked
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            unusable = different_data | set(self._selector.excluded)
+            is_permanent = self._config.registry is None and unusable >= set(self._config.addresses)
+            if is_permanent or time.monotonic() > deadline:
+                raise DataError(
+                    self._describe_no_response(
+                        self._selector.excluded | errors_by_address, is_permanent
+                    )
+                )
+            time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))  # all were asked
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     def _client(self, address: str) -> flight.FlightClient:
         if address not in self._clients:
-            most_bytes = self.most_bytes + FRAMING_BYTES
-            self._clients[address] = connect(address, self._certificate, most_bytes)
+            max_bytes = self.max_bytes + FRAMING_BYTES
+            self._clients[address] = connect_client(address, self._certificate, max_bytes)
         return self._clients[address]
 
     def _explain(self, address: str, error: Exception) -> str:
-        if _info(error) == TOO_LARGE:
+        if _extra_info(error) == TOO_LARGE:
             return (
                 f"producer {address}: the data of a microbatch is too large for one message "
-                f"({said(error)}); raise data.producers.max_message_mb = "
+                f"({clean_message(error)}); raise data.producers.max_message_mb = "
                 f"{self._config.max_message_mb:g}, or lower training.microbatch_size"
             )
         if isinstance(error, flight.FlightUnauthenticatedError):
             return (
-                f"producer {address} rejects the token of this run: {said(error)}. Set "
+                f"producer {address} rejects the token of this run: {clean_message(error)}. Set "
                 f"{TOKEN_VARIABLE} to the same secret on both hosts"
             )
-        return f"producer {address}: {said(error)}"
+        return f"producer {address}: {clean_message(error)}"
 
-    def _nobody(self, tried: dict[str, str], hopeless: bool) -> str:
-        told = [f"{address}: {why}" for address, why in tried.items()]
-        answers = "; ".join([*told, *filter(None, [self._choice.status_warning])])
+    def _describe_no_response(self, errors_by_address: dict[str, str], is_permanent: bool) -> str:
+        messages = [f"{address}: {why}" for address, why in errors_by_address.items()]
+        answers = "; ".join([*messages, *filter(None, [self._selector.status_warning])])
         limit = f"within data.producers.retry_timeout_s = {self._config.retry_timeout_s:g} s "
         return (
-            f"no producer has responded {'' if hopeless else limit}({answers}). Start "
+            f"no producer has responded {'' if is_permanent else limit}({answers}). Start "
             "producers with python -m torchmm.data.serve --config RECIPE --bind HOST:PORT, "
             f"or correct data.producers.{'registry' if self._config.registry else 'addresses'}"
         )
@@ -165,30 +172,36 @@ class RemoteDecoder(Dataset[DecodedStep]):
 
     def __init__(
         self,
-        asking: Asking,
+        producer_client: ProducerClient,
         fingerprint: str,
         rank: int,
         reads: Reads | None,
         decoder: StepDecoder,
     ) -> None:
-        self._asking = asking
+        self._producer_client = producer_client
         self._fingerprint = fingerprint
         self._rank = rank
         self._reads = reads
         self._decoder = decoder.without_sources(reads)
-        self._asked = 0
+        self._num_requests = 0
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         """Return the prepared step, or a step with a `failure` and no microbatches."""
-        names = names_of(microbatches)
-        most_bytes = self._asking.most_bytes
+        names = sample_keys(microbatches)
+        max_bytes = self._producer_client.max_bytes
         # Ranks and steps start with different producers. Workers are assigned in round-robin order.
         worker = get_worker_info()
-        self._asked += 1
-        turn = self._asked if worker is None else self._asked * worker.num_workers + worker.id
-        request = pack_request(Request(self._fingerprint, names, self._reads, most_bytes))
+        self._num_requests += 1
+        turn = (
+            self._num_requests
+            if worker is None
+            else self._num_requests * worker.num_workers + worker.id
+        )
+        request = encode_request(SampleRequest(self._fingerprint, names, self._reads, max_bytes))
         try:
-            step = self._asking.ask(self._rank + turn, partial(self._get, request, microbatches))
+            step = self._producer_client.call(
+                self._rank + turn, partial(self._get, request, microbatches)
+            )
         except DataError as error:  # a traceback of the worker would hide the message
             return DecodedStep([], {}, str(error))
         return add_noise(self._decoder.target_preprocessor, step, microbatches)
@@ -202,19 +215,19 @@ class RemoteDecoder(Dataset[DecodedStep]):
     ) -> DecodedStep:
         stream = client.do_get(flight.Ticket(request), options)
         try:
-            return unpack_step(_messages(stream), microbatches, self._decoder)
+            return unpack_step(_read_messages(stream), microbatches, self._decoder)
         finally:
             stream.cancel()  # no effect on a complete stream
 
 
-def _messages(stream: flight.FlightStreamReader) -> Iterator[Message]:
+def _read_messages(stream: flight.FlightStreamReader) -> Iterator[TensorMessage]:
     while True:
         try:
             chunk = stream.read_chunk()
         except StopIteration:
             return
-        yield from_arrow(chunk)
+        yield decode_message(chunk)
 
 
-def _info(error: Exception) -> bytes:
+def _extra_info(error: Exception) -> bytes:
     return getattr(error, "extra_info", b"")

@@ -12,7 +12,8 @@ objects. If a checkpoint is set aside, its manifest, a few kilobytes, is copied 
 instead.
 
 This module is the view of one process and does not import torch. It uses the same clients as the
-data loader (`torchmm/extensions/remote/storage/clients.py`). Local paths are supported like URLs.
+data loader (`torchmm/extensions/remote/storage/store_client.py`). Local paths are supported like
+URLs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from uuid import uuid4
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
 from torchmm.data.files.urls import parse_url, redact_urls
-from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
+from torchmm.extensions.remote.storage.store_client import LOCAL_ROOT, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -43,7 +44,7 @@ from torchmm.training.checkpoint.store import (
     upload_folder_name,
 )
 
-_SET_ASIDE = "set-aside"
+_SET_ASIDE_INFIX = "set-aside"
 _REQUEST_BYTES = 16 << 20
 
 Folders = dict[str, dict[str, int]]
@@ -71,10 +72,10 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, address: str, retry_timeout_s: float, logger: logging.Logger) -> None:
-        place = address
+        target_path = address
         if not is_address(address):
-            place = f"{THIS_MACHINE}{local_path(address).absolute()}"
-        where = parse_url(place)
+            target_path = f"{LOCAL_ROOT}{local_path(address).absolute()}"
+        where = parse_url(target_path)
         self.address = redact_urls(address)
         self._path = where.path
         self._client = StoreClient(where.root, retry_timeout_s, "checkpoint.remote_dir")
@@ -82,7 +83,7 @@ class RemoteCheckpoints:
 
     def committed(self) -> list[str]:
         """Return the folders that have a manifest, which may be damaged, newest first."""
-        return _committed(self._folders())
+        return _committed_folders(self._folders())
 
     def manifest(self, folder: str) -> tuple[bytes, dict[str, Any]]:
         """Return the manifest of a checkpoint as bytes and as an object.
@@ -93,10 +94,10 @@ class RemoteCheckpoints:
             CheckpointError: The manifest is missing, altered, or of another checkpoint.
         """
         name = f"{self.address}/{folder}/{MANIFEST_NAME}"
-        with _store_errors():
+        with _convert_store_errors():
             try:
-                found = self._client.stat(self._object(folder, MANIFEST_NAME))
-                data = self._client.read(found.path, 0, found.size, found.version)
+                info = self._client.stat(self._object(folder, MANIFEST_NAME))
+                data = self._client.read(info.path, 0, info.size, info.version)
             except MissingError:
                 raise CheckpointError(f"{name} is missing") from None
         manifest = parse_manifest(data, name)
@@ -124,17 +125,17 @@ class RemoteCheckpoints:
             with suppress(OSError):  # the paths are on different file systems
                 os.link(present, target)
                 return None
-        place = self._object(folder, target.name)
+        target_path = self._object(folder, target.name)
         name = f"{self.address}/{folder}/{target.name}"
-        with _store_errors():
+        with _convert_store_errors():
             try:
-                found = self._client.stat(place)
-                if found.size != entry["bytes"]:
-                    return f"{name} has {found.size} bytes, but the manifest lists {entry['bytes']}"
-                with naming_the_file(target, found.size), target.open("xb") as file:
-                    for start in range(0, found.size, _REQUEST_BYTES):
-                        end = min(start + _REQUEST_BYTES, found.size)
-                        file.write(self._client.read(place, start, end, found.version))
+                info = self._client.stat(target_path)
+                if info.size != entry["bytes"]:
+                    return f"{name} has {info.size} bytes, but the manifest lists {entry['bytes']}"
+                with naming_the_file(target, info.size), target.open("xb") as file:
+                    for start in range(0, info.size, _REQUEST_BYTES):
+                        end = min(start + _REQUEST_BYTES, info.size)
+                        file.write(self._client.read(target_path, start, end, info.version))
                     file.flush()
                     os.fsync(file.fileno())
             except MissingError:
@@ -149,7 +150,7 @@ class RemoteCheckpoints:
             StoreError: The remote storage rejects the file.
             OSError: The file cannot be read.
         """
-        with _store_errors():
+        with _convert_store_errors():
             self._client.write(self._object(folder, file.name), file)
         return file.stat().st_size
 
@@ -167,22 +168,22 @@ class RemoteCheckpoints:
                 size.
         """
         files = parse_manifest(data, folder)["files"]
-        there = self._folders().get(folder, {})
+        uploaded = self._folders().get(folder, {})
         for name, entry in files.items():
-            if there.get(name) != entry["bytes"]:
+            if uploaded.get(name) != entry["bytes"]:
                 raise StoreError(
-                    f"{self.address}/{folder}/{name} has {there.get(name, 'no')} bytes after "
+                    f"{self.address}/{folder}/{name} has {uploaded.get(name, 'no')} bytes after "
                     f"an upload of {entry['bytes']}"
                 )
-        place = self._object(folder, MANIFEST_NAME)
-        with _store_errors():
+        target_path = self._object(folder, MANIFEST_NAME)
+        with _convert_store_errors():
             try:
-                self._client.write(place, data)
+                self._client.write(target_path, data)
             except DataError:
                 with suppress(DataError):  # the first error has the reason
-                    self._client.remove(place)
+                    self._client.remove(target_path)
                 raise
-            for name in there:
+            for name in uploaded:
                 if name.startswith("."):  # from a process that was killed during a write
                     self._client.remove(self._object(folder, name))
 
@@ -195,8 +196,8 @@ class RemoteCheckpoints:
             NewerFormatError: A newer version wrote the manifest.
             StoreError: The remote storage does not respond.
         """
-        there = self._folders().get(folder, {})
-        return MANIFEST_NAME in there and self._is_whole(folder, there)
+        uploaded = self._folders().get(folder, {})
+        return MANIFEST_NAME in uploaded and self._has_all_files(folder, uploaded)
 
     def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
         """Remove checkpoints older than the `keep` newest complete ones, and unfinished uploads.
@@ -214,21 +215,21 @@ class RemoteCheckpoints:
                 too few.
         """
         folders = self._folders()
-        newest_first = _committed(folders)
-        whole = 0
+        newest_first = _committed_folders(folders)
+        num_complete = 0
         for folder in newest_first:
             if folder == own:
-                whole += 1
+                num_complete += 1
                 continue
             try:
-                is_whole = self._is_whole(folder, folders[folder])
+                is_complete = self._has_all_files(folder, folders[folder])
             except NewerFormatError:
                 continue
-            if whole >= keep and step_of_upload_folder(folder) not in best:
+            if num_complete >= keep and step_of_upload_folder(folder) not in best:
                 self.discard(folder, folders)
-            whole += is_whole
+            num_complete += is_complete
         for folder in set(folders) - set(newest_first) - {own}:
-            if not any(_SET_ASIDE in name for name in folders[folder]):
+            if not any(_SET_ASIDE_INFIX in name for name in folders[folder]):
                 self._logger.warning("removing %s/%s, an incomplete upload", self.address, folder)
                 self.discard(folder, folders)
 
@@ -241,10 +242,10 @@ class RemoteCheckpoints:
         for folder in self.committed():
             if step_of_upload_folder(folder) < step or folder == but:
                 continue
-            name = MANIFEST_NAME.replace(".", f".{_SET_ASIDE}-{uuid4().hex[:8]}.")
-            with _store_errors():
-                found = self._client.stat(self._object(folder, MANIFEST_NAME))
-                data = self._client.read(found.path, 0, found.size, found.version)
+            name = MANIFEST_NAME.replace(".", f".{_SET_ASIDE_INFIX}-{uuid4().hex[:8]}.")
+            with _convert_store_errors():
+                info = self._client.stat(self._object(folder, MANIFEST_NAME))
+                data = self._client.read(info.path, 0, info.size, info.version)
                 self._client.write(self._object(folder, name), data)
                 self._client.remove(self._object(folder, MANIFEST_NAME))
             self._logger.warning(
@@ -258,11 +259,11 @@ class RemoteCheckpoints:
     def discard(self, folder: str, folders: Folders | None = None) -> None:
         """Remove all objects of a folder, the manifest first. May raise StoreError."""
         names = (self._folders() if folders is None else folders).get(folder, {})
-        with _store_errors():
+        with _convert_store_errors():
             for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
                 self._client.remove(self._object(folder, name))
 
-    def _is_whole(self, folder: str, there: dict[str, int]) -> bool:
+    def _has_all_files(self, folder: str, uploaded: dict[str, int]) -> bool:
         try:
             _, manifest = self.manifest(folder)
         except (NewerFormatError, StoreError):
@@ -270,29 +271,33 @@ class RemoteCheckpoints:
         except CheckpointError as error:
             self._logger.error("corrupt checkpoint: %s", error)
             return False
-        return all(there.get(name) == entry["bytes"] for name, entry in manifest["files"].items())
+        return all(
+            uploaded.get(name) == entry["bytes"] for name, entry in manifest["files"].items()
+        )
 
     def _folders(self) -> Folders:
         folders: Folders = defaultdict(dict)
-        with _store_errors():
-            for found in self._client.list(self._path):
-                inside = found.path.removeprefix(f"{self._path}/")
+        with _convert_store_errors():
+            for info in self._client.list(self._path):
+                inside = info.path.removeprefix(f"{self._path}/")
                 folder, _, name = inside.partition("/")
                 if name and is_upload_folder(folder):
-                    folders[folder][name] = found.size
+                    folders[folder][name] = info.size
         return folders
 
     def _object(self, folder: str, name: str) -> str:
         return f"{self._path}/{folder}/{name}"
 
 
-def _committed(folders: Folders) -> list[str]:
-    found = [folder for folder, objects in folders.items() if MANIFEST_NAME in objects]
-    return sorted(found, key=lambda folder: (step_of_upload_folder(folder), folder), reverse=True)
+def _committed_folders(folders: Folders) -> list[str]:
+    committed = [folder for folder, objects in folders.items() if MANIFEST_NAME in objects]
+    return sorted(
+        committed, key=lambda folder: (step_of_upload_folder(folder), folder), reverse=True
+    )
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def _convert_store_errors() -> Iterator[None]:
     try:
         yield
     except DataError as error:

@@ -1,8 +1,8 @@
 """Write the page of a run, and the page that compares runs.
 
-During training, a thread of rank 0 updates the page at most every `RENEWED_S` seconds. The page is
-written again after STATUS.json has the final state. If a page cannot be written, a warning is
-logged.
+During training, a thread of rank 0 updates the page at most every `UPDATE_INTERVAL_S` seconds. The
+page is written again after STATUS.json has the final state. If a page cannot be written, a warning
+is logged.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import working
-from torchmm.extensions.reports.page.contents import RunContents, read_run
+from torchmm.extensions.reports.page.run_contents import RunContents, read_run
 from torchmm.extensions.reports.page.sections import (
-    charts_of,
-    commands_of,
-    compared,
-    evaluations_of,
-    headline,
-    memory_of,
-    pictures_of,
-    ranks_of,
-    recipe_of,
-    samples_of,
-    skipped_of,
-    warnings_of,
+    charts_section,
+    commands_section,
+    comparison_section,
+    evaluations_section,
+    images_section,
+    memory_section,
+    ranks_section,
+    recipe_section,
+    samples_section,
+    skipped_section,
+    status_section,
+    warnings_section,
 )
 from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
 
-PAGE = "index.html"
-RENEWED_S = 30.0
-SILENT_S = 1800.0
+PAGE_NAME = "index.html"
+UPDATE_INTERVAL_S = 30.0
+STALE_S = 1800.0
 """Time in seconds without an update after which a running run is assumed to be killed."""
-HERE = Path(__file__).parent
+ASSETS = Path(__file__).parent
 
 logger = logging.getLogger("torchmm")
 
@@ -51,38 +51,38 @@ def write_run_page(run_dir: Path) -> Path:
         FileNotFoundError: It is not a run directory, because it has no metrics.jsonl.
         OSError: The file cannot be written. The error has its path.
     """
-    path = run_dir / PAGE
-    replace_atomically(path, run_page(read_run(run_dir)).encode(errors="replace"))
+    path = run_dir / PAGE_NAME
+    replace_atomically(path, render_run_page(read_run(run_dir)).encode(errors="replace"))
     return path
 
 
-def run_page(run: RunContents) -> str:
+def render_run_page(run: RunContents) -> str:
     """Return the page of a run."""
     parts = {
-        "": headline(run),
-        "Curves": charts_of([run]),
-        "Validation samples": samples_of(run),
-        "Images and timelines": pictures_of(run),
-        "Scores of exports": evaluations_of(run),
-        "Ranks": ranks_of(run),
-        "Memory, predicted and measured": memory_of(run),
-        "Warnings": warnings_of(run),
-        "Recipe": recipe_of(run),
-        "Next steps": commands_of(run),
+        "": status_section(run),
+        "Curves": charts_section([run]),
+        "Validation samples": samples_section(run),
+        "Images and timelines": images_section(run),
+        "Scores of exports": evaluations_section(run),
+        "Ranks": ranks_section(run),
+        "Memory, predicted and measured": memory_section(run),
+        "Warnings": warnings_section(run),
+        "Recipe": recipe_section(run),
+        "Next steps": commands_section(run),
     }
-    parts["Skipped files"] = skipped_of(run)
+    parts["Skipped files"] = skipped_section(run)
     running = run.status is not None and run.status.state == "running"
-    renews = running and run.status_age_s < SILENT_S
-    return _page(run.name, parts, RENEWED_S if renews else 0)
+    renews = running and run.status_age_s < STALE_S
+    return _render_page(run.name, parts, UPDATE_INTERVAL_S if renews else 0)
 
 
-def comparison_page(runs: Sequence[RunContents]) -> str:
+def render_comparison_page(runs: Sequence[RunContents]) -> str:
     """Return the page that compares several runs."""
     title = " | ".join(run.name for run in runs)
-    return _page(title, {"": compared(runs), "Curves": charts_of(runs)}, 0)
+    return _render_page(title, {"": comparison_section(runs), "Curves": charts_section(runs)}, 0)
 
 
-def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
+def _render_page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
     """Return a page as HTML.
 
     Args:
@@ -98,7 +98,7 @@ def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         else part
         for heading, part in kept.items()
     )
-    script = (HERE / "charts.js").read_text()
+    script = (ASSETS / "charts.js").read_text()
     # The policy permits only this script, so that scripts in the data never run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -111,7 +111,7 @@ def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{(HERE / 'style.css').read_text()}</style></head>"
+        f"<style>{(ASSETS / 'style.css').read_text()}</style></head>"
         f'<body data-renew-s="{renewed_s:.0f}" data-written-s="{time.time():.0f}">'
         f"<h1>{escape(title)}</h1><nav>{links}</nav>{sections}"
         f"<footer><p>Written {written} by torchmm.</p></footer>"
@@ -125,7 +125,7 @@ def _anchor(heading: str) -> str:
 
 def start_page(run: TrackedRun) -> BackgroundSink:
     """Start the thread that updates the page of a run."""
-    return BackgroundSink(PAGE, lambda: PageSink(run.run_dir), run.log)
+    return BackgroundSink(PAGE_NAME, lambda: PageSink(run.run_dir), run.log)
 
 
 class PageSink:
@@ -143,7 +143,7 @@ class PageSink:
         write_run_page(self._run_dir)
         end_s = time.monotonic()
         # Writing a page with many steps takes longer. Limit its fraction of the time to 1 %.
-        self._next_s = end_s + max(RENEWED_S, 100 * (end_s - begin_s))
+        self._next_s = end_s + max(UPDATE_INTERVAL_S, 100 * (end_s - begin_s))
 
     def close(self) -> None:
         """Do nothing: `write_last_page` writes the page with the final status."""
@@ -162,4 +162,4 @@ def try_write_page(run_dir: Path) -> None:
     except FileNotFoundError:
         return  # the run stopped before its first step
     except OSError as error:
-        logger.warning("cannot write %s: %s", run_dir / PAGE, error)
+        logger.warning("cannot write %s: %s", run_dir / PAGE_NAME, error)

@@ -21,10 +21,10 @@ from typing import Any
 from torchmm.common.processes import fork_server, make_worker_setup
 from torchmm.data.decode import StepDecoder
 from torchmm.data.items import PackItems
-from torchmm.extensions.remote.producers.messages import Message, messages_of
+from torchmm.extensions.remote.producers.wire_format import TensorMessage, step_messages
 
-KEPT = 64
-KEPT_BYTES = 256 * 10**6
+MAX_CACHED_JOBS = 64
+MAX_CACHED_BYTES = 256 * 10**6
 """Maximum size of the cache of sent microbatches in bytes."""
 
 logger = logging.getLogger(__name__)
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 _decoders: dict[str, StepDecoder] = {}
 """Decoders of the worker process, set by its initializer."""
 
-Key = tuple[object, ...]
+JobKey = tuple[object, ...]
 
 
 @dataclass
-class Job:
+class DecodeJob:
     """A requested microbatch."""
 
-    key: Key
-    future: Future[list[Message]]
-    wanted: int = 0
+    key: JobKey
+    future: Future[list[TensorMessage]]
+    num_requests: int = 0
     """Number of requests that wait for it, or send it."""
 
     @property
@@ -55,7 +55,7 @@ class Job:
         return sum(t.nbytes for message in self.future.result() for t in message.tensors.values())
 
 
-class Work:
+class DecodeQueue:
     """Queue and cache of microbatches that are being decoded.
 
     Args:
@@ -67,7 +67,7 @@ class Work:
         self._decoders = decoders
         self._workers = workers
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[Key, Job] = OrderedDict()
+        self._jobs: OrderedDict[JobKey, DecodeJob] = OrderedDict()
         """Jobs by key, least recently requested first."""
         self._pool = self._make_pool()
         self.decoded = 0
@@ -79,15 +79,17 @@ class Work:
         with self._lock:
             return sum(not job.future.done() for job in self._jobs.values())
 
-    def take(self, samples: str, packs: list[PackItems], images: Mapping[str, range]) -> Job:
+    def request(
+        self, samples: str, packs: list[PackItems], images: Mapping[str, range]
+    ) -> DecodeJob:
         """Return the job of a microbatch, and start to decode it if necessary.
 
-        The caller must release the job with `leave`.
+        The caller must release the job with `release`.
 
         Args:
             samples: Fingerprint of the samples.
             packs: Samples of the microbatch.
-            images: Images to decode, by module (`StepDecoder.wanted`).
+            images: Images to decode, by module (`StepDecoder.images_to_decode`).
         """
         names = tuple(
             tuple((item.feed, item.epoch, item.meta.index) for item in pack) for pack in packs
@@ -95,56 +97,59 @@ class Work:
         key = (
             samples,
             names,
-            tuple((module, own.start, own.stop) for module, own in sorted(images.items())),
+            tuple(
+                (module, size_of_job.start, size_of_job.stop)
+                for module, size_of_job in sorted(images.items())
+            ),
         )
         with self._lock:
             job = self._jobs.get(key)
             if job is None or (job.future.done() and not job.finished):
-                job = self._jobs[key] = Job(key, self._submit(samples, packs, images))
+                job = self._jobs[key] = DecodeJob(key, self._submit(samples, packs, images))
                 self.decoded += 1
             self._jobs.move_to_end(key)
-            job.wanted += 1
+            job.num_requests += 1
         return job
 
-    def leave(self, job: Job) -> None:
+    def release(self, job: DecodeJob) -> None:
         """Release a job that a request no longer requires."""
         with self._lock:
-            job.wanted -= 1
-            if job.wanted == 0 and self._jobs.get(job.key) is job:
+            job.num_requests -= 1
+            if job.num_requests == 0 and self._jobs.get(job.key) is job:
                 if not job.finished:
                     job.future.cancel()  # no effect on running jobs, which can be reused
                 if job.future.done() and not job.finished:
                     del self._jobs[job.key]
-            self._forget()
+            self._evict()
 
     def close(self) -> None:
         """Cancel queued jobs. Running jobs continue."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         """Remove the least recently sent microbatches above the limits of the cache."""
-        old = [job for job in self._jobs.values() if job.finished and not job.wanted]
-        sizes = [job.bytes for job in old]
-        number = len(old)
+        evictable = [job for job in self._jobs.values() if job.finished and not job.num_requests]
+        sizes = [job.bytes for job in evictable]
+        number = len(evictable)
         size = sum(sizes)
-        for job, own in zip(old, sizes, strict=True):
-            if number <= KEPT and size <= KEPT_BYTES:
+        for job, size_of_job in zip(evictable, sizes, strict=True):
+            if number <= MAX_CACHED_JOBS and size <= MAX_CACHED_BYTES:
                 return
             del self._jobs[job.key]
             number -= 1
-            size -= own
+            size -= size_of_job
 
-    def _submit(self, *asked: Any) -> Future[list[Message]]:
+    def _submit(self, *arguments: Any) -> Future[list[TensorMessage]]:
         try:
-            return self._begin(*asked)
+            return self._submit_to_pool(*arguments)
         except BrokenProcessPool:
             logger.warning("a worker exited unexpectedly; starting new workers")
             self._pool = self._make_pool()
-            return self._begin(*asked)
+            return self._submit_to_pool(*arguments)
 
-    def _begin(
+    def _submit_to_pool(
         self, samples: str, packs: list[PackItems], images: Mapping[str, range]
-    ) -> Future[list[Message]]:
+    ) -> Future[list[TensorMessage]]:
         if self._workers == 0:
             return self._pool.submit(_decode, self._decoders[samples], packs, images)
         return self._pool.submit(_decode_in_worker, samples, packs, images)
@@ -168,11 +173,11 @@ def _start_worker(decoders: Mapping[str, StepDecoder], setup: object) -> None:
 
 def _decode_in_worker(
     samples: str, packs: list[PackItems], images: Mapping[str, range]
-) -> list[Message]:
+) -> list[TensorMessage]:
     return _decode(_decoders[samples], packs, images)
 
 
 def _decode(
     decoder: StepDecoder, packs: list[PackItems], images: Mapping[str, range]
-) -> list[Message]:
-    return messages_of(decoder.decode_one(packs, images))
+) -> list[TensorMessage]:
+    return step_messages(decoder.decode_one(packs, images))

@@ -38,25 +38,34 @@ from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.files.urls import parse_url, redact_urls
 
-BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
+OBSTORE_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
 """URL schemes that obstore reads."""
-LOCAL = ("file", "local", "dir", "blockcache", "filecache", "simplecache", "cached", "reference")
+LOCAL_SCHEMES = (
+    "file",
+    "local",
+    "dir",
+    "blockcache",
+    "filecache",
+    "simplecache",
+    "cached",
+    "reference",
+)
 """URL schemes of fsspec for local files."""
-THIS_MACHINE = "file://"
+LOCAL_ROOT = "file://"
 """Root of local paths, for uses in which any URL is accepted."""
-SOURCES_KEY = "`path` in [[data.sources]]"
-CONNECT_S, SILENCE_S = 5.0, 30.0
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 8.0
+SOURCE_PATH_KEY = "`path` in [[data.sources]]"
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 8.0
 PART_BYTES = 16 << 20
-MOST_PARTS = 9000
+MAX_PARTS = 9000
 """Maximum number of parts of written objects. Object stores accept at most 10,000 parts."""
-_NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
-_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|status: 4(?!08|29)\d\d")
+_PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
+_REJECTED = re.compile(r"status code: 4(?!08|29)\d\d|status: 4(?!08|29)\d\d")
 _DENIED = re.compile(r"status(?: code)?: 40[13]\b")
 _NO_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data|computeMetadata|metadata\.google|redential", re.IGNORECASE
 )
-_REMEDIES = {
+_CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_REGION) in the environment, or "
     "AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS in the environment, or GOOGLE_SKIP_SIGNATURE=true "
@@ -64,13 +73,13 @@ _REMEDIES = {
     "hf": "set HF_TOKEN in the environment",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY in the environment",
 }
-_SAME_AS = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
+_SCHEME_ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
+class ObjectInfo(NamedTuple):
     """Metadata of an object in remote storage."""
 
     path: str
@@ -91,7 +100,7 @@ class StoreClient:
     """Client of one remote storage (a bucket, a host). Not shared between processes.
 
     Args:
-        root: Root URL, or `THIS_MACHINE`.
+        root: Root URL, or `LOCAL_ROOT`.
         retry_timeout_s: Time in seconds after which a failing request stops the run.
         key: Recipe key of the URL, for error messages.
 
@@ -99,13 +108,13 @@ class StoreClient:
         ConfigError: The library that reads the URL is not installed.
     """
 
-    def __init__(self, root: str, retry_timeout_s: float, key: str = SOURCES_KEY) -> None:
+    def __init__(self, root: str, retry_timeout_s: float, key: str = SOURCE_PATH_KEY) -> None:
         self._root = root
-        self._give_up_s = retry_timeout_s
+        self._retry_timeout_s = retry_timeout_s
         self._key = key
         self._scheme = parse_url(root).scheme
         self._store: _ObjectStore | _Filesystem
-        if self._scheme in BUCKETS:
+        if self._scheme in OBSTORE_SCHEMES:
             self._store = _ObjectStore(root, retry_timeout_s)
         else:
             self._store = _Filesystem(root)
@@ -113,7 +122,7 @@ class StoreClient:
         self.bytes_read = 0
         """Number of bytes received so far."""
 
-    def stat(self, path: str) -> Found:
+    def stat(self, path: str) -> ObjectInfo:
         """Return size and version of an object.
 
         Raises:
@@ -122,7 +131,7 @@ class StoreClient:
         """
         return self._repeat(path, lambda: self._store.stat(path))
 
-    def list(self, path: str) -> list[Found]:
+    def list(self, path: str) -> list[ObjectInfo]:
         """Return all objects below a folder, sorted by name. May raise DataError."""
         try:
             found = self._repeat(path, lambda: list(self._store.list(path)))
@@ -182,21 +191,22 @@ class StoreClient:
             except Exception as error:  # any error of the libraries; raised again at the time limit
                 self._raise_if_final(path, error)
                 waited_s = time.monotonic() - began
-                if waited_s >= self._give_up_s:
+                if waited_s >= self._retry_timeout_s:
                     raise DataError(
                         f"{self._name(path)} did not respond for {waited_s:.0f} s "
-                        f"({_brief(error)}); check that the object store is reachable, or "
+                        f"({_summarize_error(error)}); check that the object store is reachable, "
+                        "or "
                         "raise data.storage.retry_timeout_s"
                     ) from error
                 if wait_s == FIRST_WAIT_S:
                     logger.warning(
                         "%s: %s; retrying for up to %.0f s",
                         self._name(path),
-                        _brief(error),
-                        self._give_up_s,
+                        _summarize_error(error),
+                        self._retry_timeout_s,
                     )
-            time.sleep(min(self._random.uniform(wait_s / 2, wait_s), self._give_up_s))
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            time.sleep(min(self._random.uniform(wait_s / 2, wait_s), self._retry_timeout_s))
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     def _raise_if_final(self, path: str, error: Exception) -> None:
         """Raise errors that a retry cannot fix."""
@@ -205,7 +215,7 @@ class StoreClient:
         text = str(error)
         if "NoSuchBucket" in text:
             raise DataError(f"{name}: no such bucket; correct {self._key}") from None
-        if isinstance(error, OSError) and error.errno in _NO_PLACE:
+        if isinstance(error, OSError) and error.errno in _PERMANENT_ERRNOS:
             raise DataError(f"{name}: {error.strerror}") from None
         if isinstance(error, FileNotFoundError) or kind.endswith("NotFoundError"):
             raise MissingError(f"{name}: no such object (or bucket)") from None
@@ -213,18 +223,21 @@ class StoreClient:
             raise ReplacedError(
                 f"{name} was replaced while it was being read; start again to index it again"
             ) from None
-        denied = kind in ("PermissionDeniedError", "UnauthenticatedError", "GatedRepoError")
-        denied = denied or isinstance(error, PermissionError) or _DENIED.search(text) is not None
-        if denied or _NO_CREDENTIALS.search(text):
-            remedy = _REMEDIES.get(
-                _SAME_AS.get(self._scheme, self._scheme), "see its documentation"
+        is_denied = kind in ("PermissionDeniedError", "UnauthenticatedError", "GatedRepoError")
+        is_denied = (
+            is_denied or isinstance(error, PermissionError) or _DENIED.search(text) is not None
+        )
+        if is_denied or _NO_CREDENTIALS.search(text):
+            hint = _CREDENTIAL_HINTS.get(
+                _SCHEME_ALIASES.get(self._scheme, self._scheme), "see its documentation"
             )
             raise DataError(
-                f"{name}: access denied, or no credentials found ({_brief(error)}); {remedy}"
+                f"{name}: access denied, or no credentials found ({_summarize_error(error)}); "
+                f"{hint}"
             ) from None
-        if _REFUSED.search(text) or kind in ("InvalidPathError", "NotSupportedError"):
+        if _REJECTED.search(text) or kind in ("InvalidPathError", "NotSupportedError"):
             raise DataError(
-                f"{name}: the object store rejects the request: {_brief(error)}"
+                f"{name}: the object store rejects the request: {_summarize_error(error)}"
             ) from None
 
     def _name(self, path: str) -> str:
@@ -243,46 +256,46 @@ class _ObjectStore:
         self._obstore: Any = obstore
         # Connections are unencrypted only if the user sets an http:// endpoint.
         endpoints = (os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))
-        plain = root.startswith("http://") or any(e.startswith("http://") for e in endpoints)
+        allow_http = root.startswith("http://") or any(e.startswith("http://") for e in endpoints)
         self._store: Any = obstore.store.from_url(
             root,
             client_options={
-                "connect_timeout": timedelta(seconds=min(CONNECT_S, retry_timeout_s)),
-                "read_timeout": timedelta(seconds=min(SILENCE_S, retry_timeout_s)),
-                "timeout": timedelta(seconds=max(retry_timeout_s, SILENCE_S)),
-                **({"allow_http": True} if plain else {}),
+                "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, retry_timeout_s)),
+                "read_timeout": timedelta(seconds=min(READ_TIMEOUT_S, retry_timeout_s)),
+                "timeout": timedelta(seconds=max(retry_timeout_s, READ_TIMEOUT_S)),
+                **({"allow_http": True} if allow_http else {}),
             },
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=retry_timeout_s)},
         )
 
-    def stat(self, path: str) -> Found:
-        return _of_object(self._obstore.head(self._store, path))
+    def stat(self, path: str) -> ObjectInfo:
+        return _object_info(self._obstore.head(self._store, path))
 
-    def list(self, path: str) -> Iterator[Found]:
+    def list(self, path: str) -> Iterator[ObjectInfo]:
         for chunk in self._obstore.list(self._store, path or None, chunk_size=1000):
-            yield from map(_of_object, chunk)
+            yield from map(_object_info, chunk)
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes:
         options: dict[str, Any] = {"range": (start, end)}
         if version.endswith('"'):  # an ETag, not a time
             options["if_match"] = version
-        answer = self._obstore.get(self._store, path, options=options)
-        return bytes(answer.bytes())
+        response = self._obstore.get(self._store, path, options=options)
+        return bytes(response.bytes())
 
     def write(self, path: str, content: bytes | Path) -> None:
         size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
-        part_bytes = max(PART_BYTES, size_bytes // MOST_PARTS)
+        part_bytes = max(PART_BYTES, size_bytes // MAX_PARTS)
         self._obstore.put(self._store, path, content, chunk_size=part_bytes)
 
     def remove(self, path: str) -> None:
         self._obstore.delete(self._store, path)
 
 
-def _of_object(meta: Any) -> Found:
+def _object_info(meta: Any) -> ObjectInfo:
     etag = meta["e_tag"]
     # Weak ETags ("W/...") never match.
     version = etag if etag and not etag.startswith("W/") else meta["last_modified"].isoformat()
-    return Found(meta["path"], meta["size"], version)
+    return ObjectInfo(meta["path"], meta["size"], version)
 
 
 class _Filesystem:
@@ -290,7 +303,7 @@ class _Filesystem:
 
     def __init__(self, root: str) -> None:
         address = parse_url(root)
-        if (address.scheme in LOCAL and root != THIS_MACHINE) or "::" in root:
+        if (address.scheme in LOCAL_SCHEMES and root != LOCAL_ROOT) or "::" in root:
             raise ConfigError(f"{root}: use plain paths for local files")
         try:
             self._files: Any = fsspec.filesystem(address.scheme, skip_instance_cache=True)
@@ -299,18 +312,18 @@ class _Filesystem:
                 f"{root}: fsspec cannot open {address.scheme}:// ({error})"
             ) from error
         self._prefix = f"{address.store}/"
-        self._is_local = root == THIS_MACHINE
+        self._is_local = root == LOCAL_ROOT
 
-    def stat(self, path: str) -> Found:
+    def stat(self, path: str) -> ObjectInfo:
         info = self._files.info(self._prefix + path)
         if info["type"] != "file":
             raise FileNotFoundError(path)
-        return self._found(info)
+        return self._object_info_of(info)
 
-    def list(self, path: str) -> Iterator[Found]:
+    def list(self, path: str) -> Iterator[ObjectInfo]:
         self._files.invalidate_cache()  # other processes may have written files
         found = self._files.find(self._prefix + path, detail=True)
-        return map(self._found, found.values())
+        return map(self._object_info_of, found.values())
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes:
         with self._files.open(self._prefix + path, "rb", cache_type="none") as stream:
@@ -319,27 +332,27 @@ class _Filesystem:
         return data
 
     def write(self, path: str, content: bytes | Path) -> None:
-        place = self._prefix + path
-        self._files.makedirs(posixpath.dirname(place), exist_ok=True)
+        target = self._prefix + path
+        self._files.makedirs(posixpath.dirname(target), exist_ok=True)
         if self._is_local:
-            replace_atomically(Path(place), content)
-            sync_directory(Path(place).parent)
+            replace_atomically(Path(target), content)
+            sync_directory(Path(target).parent)
         elif isinstance(content, bytes):
-            self._files.pipe_file(place, content)
+            self._files.pipe_file(target, content)
         else:
-            self._files.put_file(str(content), place)
+            self._files.put_file(str(content), target)
 
     def remove(self, path: str) -> None:
         self._files.rm_file(self._prefix + path)
 
-    def _found(self, info: dict[str, Any]) -> Found:
+    def _object_info_of(self, info: dict[str, Any]) -> ObjectInfo:
         keys = ("ETag", "etag", "sha256", "blob_id", "mtime", "last_modified", "created")
         version = next((str(info[key]) for key in keys if info.get(key)), "")
         name = str(info["name"]).lstrip("/")
-        return Found(name.removeprefix(self._prefix), int(info["size"] or 0), version)
+        return ObjectInfo(name.removeprefix(self._prefix), int(info["size"] or 0), version)
 
 
-def _brief(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """Return the first line of a library error, without credentials."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {redact_urls(lines[0])[:300]}"

@@ -14,11 +14,11 @@ from torchmm.data.sources.index.length_index import (
     describe_lengths,
 )
 from torchmm.data.steps.packing import pack_all
-from torchmm.extensions.reports.inspection.findings import Refusal, SourceFindings
+from torchmm.extensions.reports.inspection.findings import RejectedRecord, SourceFindings
 from torchmm.planning.run_length import describe_passes, passes_warning
 from torchmm.recipe.recipe import Recipe
 
-REFUSED_SHOWN = 10
+MAX_DISPLAYED_REJECTIONS = 10
 
 
 def length_lines(recipe: Recipe, findings: Sequence[SourceFindings]) -> list[str]:
@@ -112,21 +112,25 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     }
 
 
-def refused_lines(found: SourceFindings) -> list[str]:
+def rejected_lines(found: SourceFindings) -> list[str]:
     """Return the first record beyond each limit and the first corrupt records, with reasons."""
-    first = [f"  filtered: {_with_place(refusal)}" for refusal in found.first_filtered.values()]
-    lines = [f"  {_with_place(refusal)}" for refusal in found.refused[:REFUSED_SHOWN]]
+    first = [
+        f"  filtered: {_describe_rejection(refusal)}" for refusal in found.first_filtered.values()
+    ]
+    lines = [
+        f"  {_describe_rejection(refusal)}" for refusal in found.refused[:MAX_DISPLAYED_REJECTIONS]
+    ]
     more = len(found.refused) - len(lines)
     return [*first, *lines, f"  and {more} more"] if more else [*first, *lines]
 
 
-def _with_place(refusal: Refusal) -> str:
+def _describe_rejection(refusal: RejectedRecord) -> str:
     """Return reason and location of a rejected record: file and line, or source and index."""
     place = refusal.where or refusal.name
     return refusal.reason if refusal.reason.startswith(place) else f"{place}: {refusal.reason}"
 
 
-def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:
+def predict_corrupt_limit(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:
     """Return a line that predicts if corrupt samples stop a run, or "" without corrupt samples.
 
     The number of corrupt samples is extrapolated from the records that were read.

@@ -30,20 +30,20 @@ from torchmm.training.tracking.run_directory import (
 )
 
 Records = Sequence[Mapping[str, Any]]
-Point = tuple[int, float]
+CurvePoint = tuple[int, float]
 """Step and value."""
-MOST_POINTS = 800
+MAX_POINTS = 800
 """Maximum number of points of a curve.
 
 Longer curves retain the minimum and maximum of each block.
 """
-MOST_WARNINGS = 200
-PERIODS = 4
+MAX_WARNINGS = 200
+NUM_PERIODS = 4
 MEMORY_FILE = "memory.json"
-_PNG = b"\x89PNG\r\n"
+_PNG_MAGIC = b"\x89PNG\r\n"
 
 
-class Memory(NamedTuple):
+class MemoryPeaks(NamedTuple):
     """Memory peaks by rank."""
 
     step: int
@@ -100,14 +100,14 @@ class RunContents(RunDirectory):
                 self.skip(RESULTS, error)
         return found
 
-    def points(self, key: str, scale: float = 1.0) -> list[Point]:
+    def points(self, key: str, scale: float = 1.0) -> list[CurvePoint]:
         """Return the values of a metric over the steps. "scores/NAME" is a score."""
-        values = ((int(record["step"]), _figure(record, key)) for record in self.records)
+        values = ((int(record["step"]), _metric(record, key)) for record in self.records)
         return [(step, scale * value) for step, value in values if value is not None]
 
     def last(self, key: str) -> float | None:
         """Return the newest value of a metric, or None without values."""
-        values = (_figure(record, key) for record in reversed(self.records))
+        values = (_metric(record, key) for record in reversed(self.records))
         return next((value for value in values if value is not None), None)
 
     @cached_property
@@ -115,7 +115,7 @@ class RunContents(RunDirectory):
         """Names of the scores in all steps, sorted."""
         return sorted({name for r in self.records for name in r.get("scores") or {}})
 
-    def memory(self) -> Memory | None:
+    def memory(self) -> MemoryPeaks | None:
         """Return the memory peaks of all ranks, or None if they were not compared."""
         told = self.read_json(MEMORY_FILE)
         if told is None:
@@ -124,7 +124,7 @@ class RunContents(RunDirectory):
             ranks = [(r["measured_bytes"], r["predicted_bytes"]) for r in told["ranks"]]
             if not all(is_count(a) and (b is None or is_count(b)) for a, b in ranks):
                 raise ValueError("bytes are not integers >= 0")
-            return Memory(int(told["step"]), str(told["device"]), ranks)
+            return MemoryPeaks(int(told["step"]), str(told["device"]), ranks)
         except CONTENT_ERRORS as error:
             self.skip(MEMORY_FILE, error)
             return None
@@ -134,7 +134,7 @@ class RunContents(RunDirectory):
         lines: list[str] = []
         for file in sorted((self.directory / "logs").glob("rank-*.log")):
             lines += self.read_text(f"logs/{file.name}").splitlines()
-        return sorted(line for line in lines if line.strip())[-MOST_WARNINGS:]
+        return sorted(line for line in lines if line.strip())[-MAX_WARNINGS:]
 
     def png_uri(self, name: object) -> str:
         """Return a PNG of the run directory as a data URI, or "" if the file does not exist.
@@ -143,7 +143,7 @@ class RunContents(RunDirectory):
             name: Path of the file inside the run directory, which may come from a file.
         """
         data = self.read_bytes(name)
-        if not data.startswith(_PNG):
+        if not data.startswith(_PNG_MAGIC):
             if data:
                 self.skip(f"{name!a}", "it is not a PNG file")
             return ""
@@ -159,7 +159,7 @@ def read_run(directory: Path) -> RunContents:
     run = RunContents(directory, [], {})
     try:
         lines = read_inside(directory, "metrics.jsonl").decode(errors="replace").splitlines()
-        records = [record for line in lines if (record := _record(line)) is not None]
+        records = [record for line in lines if (record := _parse_record(line)) is not None]
     except ValueError as error:
         raise FileNotFoundError(str(error)) from error
     # The last line may be truncated if the run was killed or is writing.
@@ -173,7 +173,7 @@ def read_run(directory: Path) -> RunContents:
     return RunContents(directory, records, recipe, skipped=run.skipped)
 
 
-def _record(line: str) -> dict[str, Any] | None:
+def _parse_record(line: str) -> dict[str, Any] | None:
     """Return the record of a step without values of other types, or None if it is not a record."""
     try:
         record = json.loads(line)
@@ -221,7 +221,7 @@ def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
     counts = Counter(r["slowest_rank"] for r in records if r.get("slowest_rank") is not None)
     if not any(counts):
         return None
-    size = -(-len(records) // PERIODS)
+    size = -(-len(records) // NUM_PERIODS)
     periods = [records[start : start + size] for start in range(0, len(records), size)]
     shares = {
         rank: [mean(r.get("slowest_rank") == rank for r in period) for period in periods]
@@ -232,7 +232,7 @@ def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
     return SlowestRanks(steps, shares, beyond)
 
 
-def _figure(record: Mapping[str, Any], key: str) -> float | None:
+def _metric(record: Mapping[str, Any], key: str) -> float | None:
     """Return a metric of a record if it is a number."""
     value = record.get(key)
     if key.startswith("scores/"):
@@ -240,11 +240,11 @@ def _figure(record: Mapping[str, Any], key: str) -> float | None:
     return value if _is_number(value) else None
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most `MOST_POINTS` points of a curve, including all extremes."""
-    if len(points) <= MOST_POINTS:
+def downsample_curve(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    """Return at most `MAX_POINTS` points of a curve, including all extremes."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = -(-2 * len(points) // (MOST_POINTS - 2))
+    size = -(-2 * len(points) // (MAX_POINTS - 2))
     kept = {points[0], points[-1]}
     for start in range(0, len(points), size):
         stretch = points[start : start + size]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from torchmm.common.errors import CheckpointError
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
+from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.save_metrics import SaveMeter
@@ -61,7 +61,7 @@ class BackgroundUploads:
         self._logger = logger
         self._thread: threading.Thread | None = None
         self._newest: Path | None = None
-        self._tried: Path | None = None
+        self._last_upload: Path | None = None
         self._failed = 0
         self.status_warning = ""
         """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
@@ -69,7 +69,7 @@ class BackgroundUploads:
     @property
     def in_use(self) -> Path | None:
         """Checkpoint that is being uploaded, as far as this rank has been notified."""
-        return self._tried if self._thread is not None and self._thread.is_alive() else None
+        return self._last_upload if self._thread is not None and self._thread.is_alive() else None
 
     def committed(self, path: Path, now: bool) -> None:
         """Register a new checkpoint.
@@ -95,14 +95,14 @@ class BackgroundUploads:
 
         folder = self._group.on_rank_0(find_folder)
         if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
-            self._newest = self._tried = path
+            self._newest = self._last_upload = path
         else:
             self.committed(path, now=True)
 
     def finish(self) -> None:
         """Wait for the current upload, then upload the newest checkpoint if it was skipped."""
         self.wait()
-        if self._newest is not None and self._newest != self._tried:
+        if self._newest is not None and self._newest != self._last_upload:
             self._start(self._newest)
         self.wait()
 
@@ -113,26 +113,26 @@ class BackgroundUploads:
 
     def _start(self, path: Path) -> None:
         assert self.in_use is None
-        self._tried = path
+        self._last_upload = path
         self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
         self._thread.start()
 
     def _run(self, path: Path) -> None:
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         size_bytes = 0
         try:
             size_bytes, problem = self._copy(path)
         except Exception as error:  # counted below, because a failed upload does not stop the run
-            problem = "a rank was lost" if is_peer_trouble(error) else _in_one_line(error)
-        took_s = time.perf_counter() - began_s
+            problem = "a rank was lost" if is_peer_trouble(error) else _single_line(error)
+        duration_s = time.perf_counter() - start_s
         if problem is None:
             self.status_warning = ""
             self._meter.record(
-                checkpoint_upload_ms=took_s * 1e3, checkpoint_upload_bytes=size_bytes
+                checkpoint_upload_ms=duration_s * 1e3, checkpoint_upload_bytes=size_bytes
             )
             if self._group.rank == 0:
-                said = "uploaded %s to %s (%d bytes in %.1f s)"
-                self._logger.info(said, path, self._remote.address, size_bytes, took_s)
+                message = "uploaded %s to %s (%d bytes in %.1f s)"
+                self._logger.info(message, path, self._remote.address, size_bytes, duration_s)
             return
         self._failed += 1
         self._meter.record(checkpoint_upload_failures=self._failed)
@@ -161,15 +161,15 @@ class BackgroundUploads:
         manifest = parse_manifest(data, str(file))
         folder = upload_folder_name(manifest)
         names = sorted(manifest["files"])
-        here = [name for name in names if (path / name).is_file()]
-        parts = share(names, self._group.gather(here))
+        local_files = [name for name in names if (path / name).is_file()]
+        parts = assign_uploads(names, self._group.gather(local_files))
         sent_bytes = 0
         problem: str | None = None
         try:
             for name in parts[self._group.rank]:
                 sent_bytes += self._remote.put(folder, path / name)
         except Exception as error:  # counted by `_run`, on all ranks, so that no rank waits
-            problem = _in_one_line(error)
+            problem = _single_line(error)
         outcomes = self._group.gather((sent_bytes, problem))
         problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(outcomes) if found]
         missing = sorted(set(names) - {name for part in parts for name in part})
@@ -186,31 +186,31 @@ class BackgroundUploads:
                 return problems[0]
             self._remote.commit(folder, data)
         except CheckpointError as error:
-            return problems[0] if problems else _in_one_line(error)
+            return problems[0] if problems else _single_line(error)
         try:
             self._remote.retain(self._keep, folder, self._best())
         except CheckpointError as error:
-            said = "cannot remove old checkpoints from %s: %s"
-            self._logger.error(said, self._remote.address, _in_one_line(error))
+            message = "cannot remove old checkpoints from %s: %s"
+            self._logger.error(message, self._remote.address, _single_line(error))
         return None
 
 
-def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]]:
+def assign_uploads(names: Sequence[str], local_files: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the files that each rank uploads: its file, and further files in round-robin order.
 
     Args:
         names: Names of all files.
         here: Names of the files on the node of each rank.
     """
-    held = [set(found) for found in here]
-    parts: list[list[str]] = [[] for _ in here]
+    files_by_rank = [set(found) for found in local_files]
+    parts: list[list[str]] = [[] for _ in local_files]
     for number, name in enumerate(names):
-        ranks = [rank for rank, found in enumerate(held) if name in found]
-        own = [rank for rank in ranks if name == rank_file_name(rank)]
+        ranks = [rank for rank, found in enumerate(files_by_rank) if name in found]
+        owners = [rank for rank in ranks if name == rank_file_name(rank)]
         if ranks:
-            parts[own[0] if own else ranks[number % len(ranks)]].append(name)
+            parts[owners[0] if owners else ranks[number % len(ranks)]].append(name)
     return parts
 
 
-def _in_one_line(error: Exception) -> str:
+def _single_line(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -34,15 +34,15 @@ from torchmm.data.microbatch_builder import sample_name
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.remote_steps import StepPart, StepRequest, UnknownStateError
-from torchmm.extensions.remote.producers.ask import Asking, OtherDataError
-from torchmm.extensions.remote.producers.calls import single_response
+from torchmm.extensions.remote.producers.client import DifferentDataError, ProducerClient
+from torchmm.extensions.remote.producers.rpc import read_single_response
 from torchmm.recipe.data_section import DataConfig, ProducersConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-ERRORS: dict[str, type[TorchmmError]] = {"checkpoint": CheckpointError, "data": DataError}
-UNKNOWN = {"unknown": True}
+ERROR_TYPES: dict[str, type[TorchmmError]] = {"checkpoint": CheckpointError, "data": DataError}
+UNKNOWN_STATE = {"unknown": True}
 END = {"end": True}
-UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+VALUE_ERRORS = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 """Errors of reading values of a wrong type, in addition to ValueError."""
 MAX_INTEGER = 1 << 53
 MAX_PLAN_BYTES = 64 * 10**6
@@ -51,7 +51,7 @@ MAX_IMAGES_BYTES = 10**9
 T = TypeVar("T")
 
 
-class Described(NamedTuple):
+class ProducerDataInfo(NamedTuple):
     """Description of the data of a producer.
 
     Attributes:
@@ -71,7 +71,7 @@ class Described(NamedTuple):
     global_batch_size: int
 
 
-DESCRIBED_TYPES = {
+DATA_INFO_TYPES = {
     "listed": str,
     "fingerprint": str,
     "names": list,
@@ -79,10 +79,10 @@ DESCRIBED_TYPES = {
     "digest": list,
     "global_batch_size": int,
 }
-"""JSON types of the fields of `Described`."""
+"""JSON types of the fields of `ProducerDataInfo`."""
 
 
-class Plans:
+class PlanService:
     """Producer side of planning. Thread-safe.
 
     Args:
@@ -112,14 +112,14 @@ class Plans:
             if kind == "plan":
                 return json.dumps(self._plan(held_out, asked)).encode()
             if kind in ("pictures", "references"):
-                return json.dumps(self._shown(kind, held_out, asked)).encode()
+                return json.dumps(self._encode_preview(kind, held_out, asked)).encode()
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"invalid request ({type(error).__name__}: {error})") from error
         raise ValueError(f"cannot {kind[:20]!r}")
 
-    def _describe(self, held_out: bool) -> Described:
+    def _describe(self, held_out: bool) -> ProducerDataInfo:
         samples = self._samples[held_out]
-        return Described(
+        return ProducerDataInfo(
             self._samples[False].fingerprint(),
             samples.fingerprint(),
             list(samples.feeds()),
@@ -136,16 +136,16 @@ class Plans:
         try:
             part = self._steps[held_out].part(asked)
         except UnknownStateError:
-            return UNKNOWN
+            return UNKNOWN_STATE
         except (CheckpointError, DataError) as error:
-            kind = next(kind for kind, each in ERRORS.items() if isinstance(error, each))
+            kind = next(kind for kind, each in ERROR_TYPES.items() if isinstance(error, each))
             return {"error": [kind, str(error)]}
         if part is None:
             return END
-        packed = [(number, list(map(_packed, pack))) for number, pack in part.packs.items()]
+        packed = [(number, list(map(_encode_item, pack))) for number, pack in part.packs.items()]
         return part._asdict() | {"packs": packed}
 
-    def _shown(self, kind: str, held_out: bool, asked: Mapping[str, Any]) -> list[str]:
+    def _encode_preview(self, kind: str, held_out: bool, asked: Mapping[str, Any]) -> list[str]:
         feed = int(asked["feed"])
         index = int(asked["index"])
         source = self._samples[held_out].sources[feed : feed + 1]
@@ -162,7 +162,7 @@ class Plans:
         return files
 
 
-class ProducersPlans:
+class PlanClient:
     """Trainer side of planning.
 
     Args:
@@ -182,51 +182,51 @@ class ProducersPlans:
         self,
         config: ProducersConfig,
         held_out: bool,
-        differences: Callable[[Described], list[str]],
+        differences: Callable[[ProducerDataInfo], list[str]],
         reader: SampleReader,
         sequence_length: int,
     ) -> None:
-        self._held_out = held_out
+        self._validation = held_out
         self._reader = reader
         self._sequence_length = sequence_length
         find = partial(self._find, differences)
-        self.described = Asking(config, None).ask(0, find)
-        self._asking = Asking(config, self.described.listed)
+        self.described = ProducerClient(config, None).call(0, find)
+        self._client = ProducerClient(config, self.described.listed)
 
     def part(self, asked: StepRequest) -> StepPart | None:
         """Return a part of a step, see `StepPlanServer.part`."""
-        found = self._ask("plan", asked._asdict(), partial(self._read_part, asked))
+        found = self._call("plan", asked._asdict(), partial(self._read_part, asked))
         if isinstance(found, Exception):
             raise found
         return found
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
         """Return the images of a sample."""
-        return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
+        return self._call("pictures", {"feed": feed, "index": index}, _read_images)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """Return the reference text of a sample."""
-        return self._ask("references", {"feed": feed, "index": index}, _read_texts)
+        return self._call("references", {"feed": feed, "index": index}, _read_strings)
 
-    def _ask(self, kind: str, values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        body = json.dumps(dict(values) | {"held_out": self._held_out}).encode()
-        return self._asking.ask(0, partial(_call, kind, body, read))
+    def _call(self, kind: str, values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        body = json.dumps(dict(values) | {"held_out": self._validation}).encode()
+        return self._client.call(0, partial(_call_producer, kind, body, read))
 
     def _find(
         self,
-        differences: Callable[[Described], list[str]],
+        differences: Callable[[ProducerDataInfo], list[str]],
         client: flight.FlightClient,
         options: flight.FlightCallOptions,
-    ) -> Described:
-        body = json.dumps({"held_out": self._held_out}).encode()
-        found = _call("describe", body, _read_description, client, options)
+    ) -> ProducerDataInfo:
+        body = json.dumps({"held_out": self._validation}).encode()
+        found = _call_producer("describe", body, _read_description, client, options)
         try:
-            other = differences(found)
-        except UNREADABLE as error:
+            problems = differences(found)
+        except VALUE_ERRORS as error:
             raise ValueError(f"identity: {type(error).__name__}: {error}") from error
-        if other:
-            raise OtherDataError(
-                f"it uses different data than this run: {'; '.join(other)}; start it with "
+        if problems:
+            raise DifferentDataError(
+                f"it uses different data than this run: {'; '.join(problems)}; start it with "
                 "outputs/NAME/recipe.toml of the run"
             )
         return found
@@ -237,13 +237,15 @@ class ProducersPlans:
         """Return a part of a step. Raise ValueError if it is not the requested part."""
         if values == END:
             return None
-        if values == UNKNOWN:
+        if values == UNKNOWN_STATE:
             return UnknownStateError()
         if "error" in values:
             kind, text = values["error"]
-            return ERRORS[kind](escape_text(str(text)))
+            return ERROR_TYPES[kind](escape_text(str(text)))
         every = range(self.described.global_batch_size)
-        packs = {_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]}
+        packs = {
+            _check_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]
+        }
         if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
             raise ValueError(
                 f"packed sequences {escape_text(str(sorted(packs)), 200)} were not requested"
@@ -252,20 +254,20 @@ class ProducersPlans:
             {number: self._read_pack(number, pack) for number, pack in packs.items()},
             [escape_text(str(each)) for each in values["skipped"]],
             dict(values["state"]),
-            _number("epoch", values["epoch"]),
+            _check_number("epoch", values["epoch"]),
             escape_text(str(values["notice"])),
         )
 
     def _read_pack(self, number: int, values: list[list[Any]]) -> PackItems:
         names = self.described.names
-        pack = [_unpacked(names, *each) for each in values]
+        pack = [_decode_item(names, *each) for each in values]
         for item in pack:
             self._check_images(item.meta)
         tokens = sum(item.meta.tokens for item in pack)
-        if tokens > (most := self._sequence_length):
+        if tokens > (limit := self._sequence_length):
             text = (
                 f"packed sequence {number} has {tokens} tokens, but training.sequence_length = "
-                f"{most}"
+                f"{limit}"
             )
             raise ValueError(text)
         return pack
@@ -296,7 +298,7 @@ class ProducersPlans:
                 raise ValueError(f"{name} has a target image with a wrong context")
 
 
-def _call(
+def _call_producer(
     kind: str,
     body: bytes,
     read: Callable[[Any], T],
@@ -304,17 +306,17 @@ def _call(
     options: flight.FlightCallOptions,
 ) -> T:
     """Return a validated response. Raise ValueError if it is invalid."""
-    most_bytes = MAX_PLAN_BYTES if kind in ("describe", "plan") else MAX_IMAGES_BYTES
-    body = single_response(client.do_action(flight.Action(kind, body), options), most_bytes)
+    max_bytes = MAX_PLAN_BYTES if kind in ("describe", "plan") else MAX_IMAGES_BYTES
+    body = read_single_response(client.do_action(flight.Action(kind, body), options), max_bytes)
     try:
         return read(json.loads(body))
-    except UNREADABLE as error:
+    except VALUE_ERRORS as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_description(values: Mapping[str, Any]) -> Described:
-    found = Described(**values)
-    for key, kind in DESCRIBED_TYPES.items():
+def _read_description(values: Mapping[str, Any]) -> ProducerDataInfo:
+    found = ProducerDataInfo(**values)
+    for key, kind in DATA_INFO_TYPES.items():
         if type(getattr(found, key)) is not kind:
             raise ValueError(f"{key} is not of type {kind.__name__}")
     if not all(isinstance(text, str) for text in (*found.names, *found.digest)):
@@ -325,7 +327,7 @@ def _read_description(values: Mapping[str, Any]) -> Described:
     return found._replace(digest=(first, second))
 
 
-def _read_texts(values: list[str]) -> tuple[str, ...]:
+def _read_strings(values: list[str]) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
@@ -334,21 +336,21 @@ def _read_images(values: list[str]) -> list[Image.Image]:
     return [decode_rgb(file, max_pixels=1 << 28) for file in files]
 
 
-def _integer(key: str, value: Any, most: int = MAX_INTEGER) -> int:
-    """Return an integer. Raise ValueError if it is not between 0 and `most`."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{key} = {escape_text(repr(value), 200)} is not between 0 and {most}")
+def _check_integer(key: str, value: Any, limit: int = MAX_INTEGER) -> int:
+    """Return an integer. Raise ValueError if it is not between 0 and `limit`."""
+    if type(value) is not int or not 0 <= value <= limit:
+        raise ValueError(f"{key} = {escape_text(repr(value), 200)} is not between 0 and {limit}")
     return value
 
 
-def _number(key: str, value: Any) -> float:
+def _check_number(key: str, value: Any) -> float:
     """Return a float. Raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
     if type(value) not in (int, float) or not 0 <= value <= MAX_INTEGER:  # False for NaN
         raise ValueError(f"{key} = {escape_text(repr(value), 200)} is not a number of passes")
     return float(value)
 
 
-def _packed(item: Item) -> list[Any]:
+def _encode_item(item: Item) -> list[Any]:
     """Return a sample as JSON."""
     meta = item.meta
     images = [
@@ -360,7 +362,7 @@ def _packed(item: Item) -> list[Any]:
     return [item.feed, item.epoch, meta.index, meta.tokens, images, meta.encoder, drawn]
 
 
-def _unpacked(
+def _decode_item(
     names: list[str],
     feed: int,
     epoch: int,
@@ -371,12 +373,12 @@ def _unpacked(
     drawn: list[list[Any]],
 ) -> Item:
     for key, value in (("epoch", epoch), ("index", index), ("tokens", tokens)):
-        _integer(key, value)
-    name = names[_integer("feed", feed, len(names) - 1)]
+        _check_integer(key, value)
+    name = names[_check_integer("feed", feed, len(names) - 1)]
     generated = tuple(
         GeneratedMeta(
-            (_integer("frames", t), _integer("rows", h), _integer("columns", w)),
-            _integer("context", context),
+            (_check_integer("frames", t), _check_integer("rows", h), _check_integer("columns", w)),
+            _check_integer("context", context),
         )
         for (t, h, w), context in drawn
     )
@@ -384,5 +386,5 @@ def _unpacked(
     for image in own:
         for field in fields(image):
             if field.name != "encoder":
-                _integer(field.name, getattr(image, field.name))
+                _check_integer(field.name, getattr(image, field.name))
     return Item(feed, epoch, SampleMeta(name, index, tokens, own, encoder, generated))

@@ -18,7 +18,7 @@ from torchmm.data.media.video import VideoFrames
 from torchmm.data.sources.reader import EncodedFile, SampleReader, require_bytes
 
 
-def file_pictures(
+def displayed_images(
     reader: SampleReader, file: EncodedFile, image: ImageMeta
 ) -> tuple[Image.Image | None, Image.Image | None]:
     """Return a file and the encoder input as images, or None for audio.
@@ -40,10 +40,10 @@ def file_pictures(
     else:
         original = decode_rgb(require_bytes(file), reader.max_pixels)
     pixels = to_model_inputs(reader.pixels(file, image), preprocessor.byte_values)
-    return original, as_picture(preprocessor, pixels, image)
+    return original, pixels_to_image(preprocessor, pixels, image)
 
 
-def as_picture(
+def pixels_to_image(
     preprocessor: ImagePreprocessor, pixels: np.ndarray, image: ImageMeta
 ) -> Image.Image | None:
     """Return the first frame of an encoder input as an image.

@@ -16,8 +16,11 @@ from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError
 from torchmm.common.files import sync_directory, write_synced
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, StoreError
-from torchmm.extensions.remote.checkpoints.upload import UPLOAD_TIMEOUT_S, BackgroundUploads
+from torchmm.extensions.remote.checkpoints.background_uploads import (
+    UPLOAD_TIMEOUT_S,
+    BackgroundUploads,
+)
+from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints, StoreError
 from torchmm.extensions.remote.section import StorageConfig
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.data_section import DataConfig
