@@ -108,7 +108,7 @@ def own_bytes() -> int:
 def plan_bytes(step: PlannedStep) -> int:
     """Return the bytes of the arrays of a plan."""
     assert isinstance(step.pack, StepPacks)
-    arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.places_RMB]
+    arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.sequences_RMB]
     return sum(array.nbytes for array in arrays)
 
 

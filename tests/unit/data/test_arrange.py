@@ -18,12 +18,14 @@ class Endless:
     size, sequential = None, False
 
     def samples(self, first, count):
-        return SampleArrays.of([self.item(0, index) for index in range(first, first + count)])
+        return SampleArrays.from_items(
+            [self.item(0, index) for index in range(first, first + count)]
+        )
 
     def item(self, epoch, index):
         return Item(0, epoch, SampleMeta("numbers", index, 20 + index * 7 % 41))
 
-    def passes(self, taken, waiting_epochs_N):
+    def passes(self, taken, unused_epochs_N):
         return 0
 
     def state(self, taken, needed):

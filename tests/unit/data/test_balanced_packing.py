@@ -91,7 +91,7 @@ def excess(work):
 def sequence(ranks=1, state=None, one_epoch=False, patches=PATCHES, stages=None, **changes):
     feeds = [
         IndexFeed(
-            FeedOptions(n, f"s{n}", 3, True, one_epoch, counts_patches=True),
+            FeedOptions(n, f"s{n}", 3, True, one_epoch, needs_patches=True),
             index_of(SIZES[n], patches=patches[n]),
             ("vision",),
         )

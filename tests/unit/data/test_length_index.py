@@ -61,12 +61,12 @@ def test_indexed_sizes_match_samples(reader: SampleReader, directory):
     index = IndexBuilder("r", records, reader, directory).load()
     assert len(index) == COUNT and len(index.shards) == 7 and records.read_counts.max() == 1
     for number in range(COUNT):
-        assert index.has(number) == (number != 7)
+        assert index.is_usable(number) == (number != 7)
         if number != 7:
             sample = reader.read(records.read(number))
             expected = reader.meta("r", number, sample)
             assert index.meta("r", number, reader.encoders) == expected
-    assert not index.has(COUNT)
+    assert not index.is_usable(COUNT)
     assert list(index.corrupt()) == [(7, "corrupt")] and index.corrupt_count == 1
     tiles = np.concatenate([index.sizes(n).tiles_N() for n in range(7)])
     assert tiles.tolist() == [int(n % 3 > 0 and n != 7) for n in range(COUNT)]
@@ -81,7 +81,7 @@ def test_index_counts_samples_within_limits(reader, directory, limits):
     tokens = np.concatenate([index.sizes(n).tokens_N for n in range(7)])
     is_usable_N = (tokens >= limits.min_tokens) & (tokens <= (limits.max_tokens or 999))
     expected = [is_usable_N[start : start + 4].sum() for start in range(0, COUNT, 4)]
-    assert index.usable(limits).tolist() == expected
+    assert index.count_usable(limits).tolist() == expected
 
 
 def files(directory):
@@ -151,7 +151,7 @@ def test_refreshed_lock_is_respected(directory, monkeypatch):
     lock = BuildLock(path)
     for second in range(4):
         os.utime(path, (second, second))
-        assert not lock.take() and path.exists()
+        assert not lock.try_acquire() and path.exists()
         threading.Event().wait(0.2)
 
 

@@ -32,9 +32,9 @@ def indices(a_feed, count):
 def take(mixture, count):
     """Return the next samples as (feed, epoch, index), requested in uneven chunks."""
     names = []
-    while len(names) < count and (drawn := mixture.draw()) is not None:
+    while len(names) < count and (drawn := mixture.peek()) is not None:
         part = min(len(drawn), count - len(names), 1 + len(names) % 97)
-        names += mixture.take(part).names()
+        names += mixture.take(part).sample_keys()
     return names
 
 
@@ -77,7 +77,10 @@ def test_large_source_is_shuffled_in_shard_blocks(monkeypatch, limits):
     assert drawn.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
     assert (drawn.tokens_N == tokens[drawn.indices_N]).all()
     for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
-        assert feed(**options).samples(start, 30).names() == drawn.names()[start : start + 30]
+        assert (
+            feed(**options).samples(start, 30).sample_keys()
+            == drawn.sample_keys()[start : start + 30]
+        )
 
 
 def test_unshuffled_epoch_is_sequential():
@@ -88,9 +91,9 @@ def test_unshuffled_epoch_is_sequential():
 
 def test_corrupt_samples_are_reported_once():
     mixture = Mixture([feed(count=4, corrupt={2: "damaged"}, shuffle=False)], [MixtureStage([1.0])])
-    assert mixture.draw().skipped == ["s0[2]: damaged"]
+    assert mixture.peek().skipped == ["s0[2]: damaged"]
     assert [i for _, _, i in take(mixture, 600)] == [0, 1, 3] * 200
-    assert not mixture.draw().skipped
+    assert not mixture.peek().skipped
 
 
 @pytest.mark.parametrize("weights", [[3.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.1, 0.7, 11.0]])
@@ -152,6 +155,6 @@ def test_stage_weights_apply_from_first_step():
 def test_source_of_later_stage_does_not_limit_epoch():
     mixture = Mixture([feed(0), feed(1)], [MixtureStage([1.0, 0.0], 1), MixtureStage([1.0, 1.0])])
     take(mixture, 25)
-    assert mixture.epoch(SampleArrays.of([])) == 2.5
+    assert mixture.epoch(SampleArrays.from_items([])) == 2.5
     mixture.begin_step(2)
-    assert mixture.epoch(SampleArrays.of([])) == 0
+    assert mixture.epoch(SampleArrays.from_items([])) == 0

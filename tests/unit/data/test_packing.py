@@ -59,7 +59,7 @@ def test_packer_matches_reference(max_open, max_tiles):
         time = len(packs) // 100
         packer.close_older(time - 3)
         part = slice(len(packs), len(packs) + int(rng.integers(1, 200)))
-        taken = packer.add(tokens[part], tiles[part], wanted=len(packer.closed) + 5, now=time)
+        taken = packer.add(tokens[part], tiles[part], max_closed=len(packer.closed) + 5, now=time)
         reference.close_older(time - 3)
         for i in range(part.start, part.start + len(taken)):
             reference.add(i, int(tokens[i]), int(tiles[i]), time)
@@ -74,5 +74,5 @@ def test_packer_matches_reference(max_open, max_tiles):
 
 def test_packer_stops_after_requested_packs():
     packer = BestFitPacker(100, 3)
-    placed = packer.add(np.full(1000, 60), np.zeros(1000, int), wanted=4)
+    placed = packer.add(np.full(1000, 60), np.zeros(1000, int), max_closed=4)
     assert len(packer.closed) == 4 and len(placed) == 7

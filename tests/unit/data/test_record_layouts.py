@@ -154,7 +154,9 @@ def test_blank_file_entries_are_skipped(read):
 
 def test_blank_target_image_leaves_text(root):
     for value in ("", None, float("nan")):
-        record = Record({"image": value, "text": "a"}, root, SampleOptions(generate="image"))
+        record = Record(
+            {"image": value, "text": "a"}, root, SampleOptions(target_image_column="image")
+        )
         assert parse_record(record, None).segments == (TextSegment("a", True),)
 
 
@@ -357,7 +359,7 @@ def test_documentation_lists_all_record_formats():
     table = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
     for layout in RECORD_FORMATS:
         assert re.search(rf"^\| {layout.name} \|", table, re.MULTILINE), layout.name
-        for group in layout.needs:
+        for group in layout.required_columns:
             assert all(f"`{name}`" in table for name in group), group
 
 

@@ -53,8 +53,8 @@ def reference_steps(count, delay):
         step += 1
         packer.close_older(step - delay)
         while len(packer.closed) < 8:
-            order.draw()
-            name = order.take(1).names()[0]
+            order.peek()
+            name = order.take(1).sample_keys()[0]
             packer.add(name, int(tokens[name[0]][name[2]]), now=step)
         yield packer.closed[:8]
         packer.closed = packer.closed[8:]
@@ -97,8 +97,8 @@ def max_delay(delay, packing_buffer_size, batch):
     drawn_in, late = {}, []
     for number, step in enumerate(islice(steps, 60), 1):
         while sum(order.taken) < sum(feed["draws"] for feed in step.state["feeds"].values()):
-            order.draw()
-            drawn_in[order.take(1).names()[0]] = number
+            order.peek()
+            drawn_in[order.take(1).sample_keys()[0]] = number
         late += [number - drawn_in.pop(name) for pack in packs(step) for name in pack]
     return max([*late, *(60 - number for number in drawn_in.values())])
 

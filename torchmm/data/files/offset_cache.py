@@ -40,7 +40,9 @@ class OffsetCache:
     def __init__(self, directory: str | Path | None) -> None:
         self._directory = None if directory is None else Path(directory) / "places"
 
-    def find(self, file: AnyFile, kind: str, search: Callable[[], np.ndarray]) -> np.ndarray:
+    def get_or_compute(
+        self, file: AnyFile, kind: str, search: Callable[[], np.ndarray]
+    ) -> np.ndarray:
         """Return a cached int64 array of a file, or call `search` and cache the result.
 
         Args:

@@ -96,7 +96,7 @@ class ChatTemplate:
         self.around_sounds = around_sounds
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
         self._special = _special_token_pattern(tokenizer)
-        self._habits: dict[tuple[MessageStyle, bool, str], AssistantDelimiters] = {}
+        self._delimiters: dict[tuple[MessageStyle, bool, str], AssistantDelimiters] = {}
         self._warned = False
 
     def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
@@ -122,9 +122,9 @@ class ChatTemplate:
                     ).sample(options)
                 except CorruptSampleError as error:
                     problems.append(error)
-        ours = [e for e in problems if not isinstance(e, TemplateRejectionError)]
+        content_errors = [e for e in problems if not isinstance(e, TemplateRejectionError)]
         # With an unsupported style, the template omits contents. Prefer the error of another style.
-        raise min(ours or problems, key=lambda error: " content of" in str(error))
+        raise min(content_errors or problems, key=lambda error: " content of" in str(error))
 
     def _check_options(self, conversation: Conversation) -> None:
         """Raise CorruptSampleError for a template option that is reserved or has no effect."""
@@ -178,7 +178,7 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def tagged(
+    def generation_spans(
         self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
     ) -> list[CharacterSpan] | None:
         """Return the spans of `{% generation %}` tags, or None if the template has no tags."""
@@ -201,25 +201,29 @@ class ChatTemplate:
         """Pattern of special tokens (group "token") with the whitespace that they strip."""
         return self._special
 
-    def habits(
+    def assistant_delimiters(
         self, style: MessageStyle, with_tools: bool, options: Mapping[str, Any]
     ) -> AssistantDelimiters:
         """Return the text of the template around assistant messages."""
         key = (style, with_tools, json.dumps(options, sort_keys=True))
-        if key not in self._habits:
-            if len(self._habits) >= _MAX_CACHED_DELIMITERS:  # options may differ per record
-                self._habits.clear()
-            self._habits[key] = self._find_habits(style, options)
-        return self._habits[key]
+        if key not in self._delimiters:
+            if len(self._delimiters) >= _MAX_CACHED_DELIMITERS:  # options may differ per record
+                self._delimiters.clear()
+            self._delimiters[key] = self._find_delimiters(style, options)
+        return self._delimiters[key]
 
-    def end_tokens(self) -> set[int]:
+    def end_token_ids(self) -> set[int]:
         """Return the ids of special tokens that the template writes after an assistant message."""
         styles = [MessageStyle(parts, json_arguments=False) for parts in (False, True)]
-        tokens = {token for style in styles for token in self.habits(style, False, {}).ends}
+        tokens = {
+            token for style in styles for token in self.assistant_delimiters(style, False, {}).ends
+        }
         vocabulary = self.tokenizer.get_vocab()
         return {vocabulary[token] for token in tokens if token in vocabulary}
 
-    def _find_habits(self, style: MessageStyle, options: Mapping[str, Any]) -> AssistantDelimiters:
+    def _find_delimiters(
+        self, style: MessageStyle, options: Mapping[str, Any]
+    ) -> AssistantDelimiters:
         """Render plain chats to find the text before and after assistant messages."""
         plain = (Turn("user", ("a",)), Turn("assistant", ("b",)))
 
@@ -229,15 +233,15 @@ class ChatTemplate:
 
         eos = self.tokenizer.eos_token
         try:
-            asked = render(plain[:1])
-            prompted = render(plain[:1], prompt=True)
+            question = render(plain[:1])
+            with_prompt = render(plain[:1], prompt=True)
             answered = render(plain)
         except TemplateRejectionError:
             return AssistantDelimiters("", (str(eos),) if eos else ())
-        prompt = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+        prompt = with_prompt.removeprefix(question) if with_prompt.startswith(question) else ""
         # Without a generation prompt, use the text between user and assistant message.
         between = "".join(split_at_markers(answered)[1:2])
-        header = prompt or between.removeprefix(split_at_markers(asked)[-1])
+        header = prompt or between.removeprefix(split_at_markers(question)[-1])
         header = header if header.strip() else ""  # whitespace is part of the message
         followed = []
         for turns in ((*plain, *plain), (*plain, plain[1])):
@@ -247,7 +251,7 @@ class ChatTemplate:
                 continue  # a template may accept one answer only, or no two in a row
         return find_delimiters(header, split_at_markers(answered)[-1], followed, self._special)
 
-    def warn_of_no_end(self) -> None:
+    def warn_missing_end_token(self) -> None:
         """Warn once that assistant messages have no end token."""
         if not self._warned:
             self._warned = True
@@ -267,17 +271,17 @@ class _RenderedConversation:
         self.template = template
         self.conversation = conversation
         self.style = style
-        marks = MarkerWriter()
-        self.marked = template_messages(conversation, style, marks)
-        self.marked_tools = template_tools(conversation.tools, marks)
+        markers = MarkerWriter()
+        self.marked = template_messages(conversation, style, markers)
+        self.marked_tools = template_tools(conversation.tools, markers)
         self.messages = template_messages(conversation, style, PlainWriter())
         self.tools = template_tools(conversation.tools, PlainWriter())
         self.options = conversation.template_options
         marked = template.render(self.marked, self.marked_tools, self.options)
-        written = (
-            marks.marks[int(match[1])].kind for match in PYTHON_LITERAL_MARKER.finditer(marked)
+        marker_types = (
+            markers.markers[int(match[1])].kind for match in PYTHON_LITERAL_MARKER.finditer(marked)
         )
-        if any(kind in ("arguments", "content") for kind in written):
+        if any(kind in ("arguments", "content") for kind in marker_types):
             raise TemplateRejectionError(
                 "the chat template writes objects in Python syntax, not as JSON; use the "
                 "tojson filter in the template"
@@ -289,7 +293,7 @@ class _RenderedConversation:
             if call is not None and call["function"]["name"] == conversation.turns[k].name
         }
         plain = template.render(self.messages, self.tools, self.options)
-        self.rendering = align_rendering(marked, plain, marks.marks, named)
+        self.rendering = align_rendering(marked, plain, markers.markers, named)
         self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
         self._check_tools()
 
@@ -297,11 +301,17 @@ class _RenderedConversation:
         """Return the segments of the conversation."""
         turns = self.conversation.turns
         rendering = self.rendering
-        tagged = self.template.tagged(self.messages, self.tools, self.options)
-        by_turn = group_spans_by_turn(rendering, tagged or ())
-        habits = self.template.habits(self.style, self.tools is not None, self.options)
-        if tagged is None and not habits.ends and any(t.role == "assistant" for t in turns):
-            self.template.warn_of_no_end()
+        generation_spans = self.template.generation_spans(self.messages, self.tools, self.options)
+        by_turn = group_spans_by_turn(rendering, generation_spans or ())
+        assistant_delimiters = self.template.assistant_delimiters(
+            self.style, self.tools is not None, self.options
+        )
+        if (
+            generation_spans is None
+            and not assistant_delimiters.ends
+            and any(t.role == "assistant" for t in turns)
+        ):
+            self.template.warn_missing_end_token()
 
         def tail(count: int) -> str | None:
             try:
@@ -311,10 +321,12 @@ class _RenderedConversation:
                 return None
 
         start_token = str(self.template.tokenizer.bos_token or "")
-        around = TurnSpanFinder(rendering, turns, habits, self.template.special, start_token, tail)
+        around = TurnSpanFinder(
+            rendering, turns, assistant_delimiters, self.template.special, start_token, tail
+        )
 
         def spans(turn: int) -> Sequence[CharacterSpan]:
-            if tagged is None or turns[turn].role != "assistant":
+            if generation_spans is None or turns[turn].role != "assistant":
                 return around(turn)
             return by_turn.get(turn, [])
 
@@ -388,26 +400,28 @@ def _split_segments(
 ) -> list[Segment]:
     """Split a rendered text into segments with equal loss flags, special tokens, and files."""
     segments: list[Segment] = []
-    sounds = 0
-    for number in range(len(rendering.marks) + 1):
-        begin, end = rendering.between(number)
+    audio_count = 0
+    for number in range(len(rendering.markers) + 1):
+        begin, end = rendering.template_range(number)
         for match in special.finditer(rendering.text, begin, end):
             _append_plain_text(segments, rendering.text, mask, begin, match.start())
             loss = bool(mask[match.start("token")])
-            segments.append(TextSegment(match.group(), loss, scaffold=True))
+            segments.append(TextSegment(match.group(), loss, is_template=True))
             begin = match.end()
         _append_plain_text(segments, rendering.text, mask, begin, end)
-        if number < len(rendering.marks):
-            value = rendering.marks[number].value
+        if number < len(rendering.markers):
+            value = rendering.markers[number].value
             if isinstance(value, AudioSegment):
-                sounds += 1
-                _append_joined(segments, around_sounds[0].replace("{}", str(sounds)), loss=False)
+                audio_count += 1
+                _append_joined(
+                    segments, around_sounds[0].replace("{}", str(audio_count)), loss=False
+                )
                 segments.append(value)
                 _append_joined(segments, around_sounds[1], loss=False)
             elif isinstance(value, FileSegment):
                 segments.append(value)  # type: ignore[arg-type]
             else:
-                _append_plain_text(segments, rendering.text, mask, *rendering.places[number])
+                _append_plain_text(segments, rendering.text, mask, *rendering.positions[number])
     return segments
 
 
@@ -426,7 +440,7 @@ def _append_plain_text(
 def _append_joined(segments: list[Segment], text: str, loss: bool) -> None:
     """Append plain text, joined to preceding plain text with the same loss flag."""
     last = segments[-1] if segments else None
-    if isinstance(last, TextSegment) and not last.scaffold and last.loss == loss:
+    if isinstance(last, TextSegment) and not last.is_template and last.loss == loss:
         segments[-1] = TextSegment(last.text + text, loss)
     elif text:
         segments.append(TextSegment(text, loss))

@@ -60,7 +60,7 @@ class Marker:
         return f"{kind} of message {self.turn + 1}"
 
     @property
-    def exact(self) -> bool:
+    def must_match(self) -> bool:
         """True if the string must occur exactly once and in order, unlike names."""
         return self.kind in ("content", "reasoning_content", "arguments")
 
@@ -87,102 +87,102 @@ class MarkerWriter(PlainWriter):
     """Writer that replaces strings by markers and stores the markers."""
 
     def __init__(self) -> None:
-        self.marks: list[Marker] = []
-        self._of_tools: dict[str, str] = {}
+        self.markers: list[Marker] = []
+        self._tool_markers: dict[str, str] = {}
 
     def put(self, value: str | FileSegment, kind: str, turn: int | None) -> str:
         """Return a new marker. Blank strings are unchanged, because templates test for them."""
         if isinstance(value, str) and not value.strip():
             return value
-        if turn is None and value in self._of_tools:  # templates compare names
-            return self._of_tools[str(value)]
-        mark = f"\ue000{len(self.marks):06d}\ue001"
-        self.marks.append(Marker(value, kind, turn))
+        if turn is None and value in self._tool_markers:  # templates compare names
+            return self._tool_markers[str(value)]
+        marker = f"\ue000{len(self.markers):06d}\ue001"
+        self.markers.append(Marker(value, kind, turn))
         if turn is None:
-            self._of_tools[str(value)] = mark
-        return mark
+            self._tool_markers[str(value)] = marker
+        return marker
 
     def scalar(self, value: Any) -> Any:
         """Return the value, and store it with the preceding marker."""
-        self.marks[-1].scalars.append(value)
+        self.markers[-1].scalars.append(value)
         return value
 
 
 def template_messages(
-    conversation: Conversation, style: MessageStyle, into: PlainWriter
+    conversation: Conversation, style: MessageStyle, writer: PlainWriter
 ) -> list[dict[str, Any]]:
     """Return the messages of a conversation in the format of chat templates."""
-    return [_template_message(k, turn, style, into) for k, turn in enumerate(conversation.turns)]
+    return [_template_message(k, turn, style, writer) for k, turn in enumerate(conversation.turns)]
 
 
 def _template_message(
-    number: int, turn: Turn, style: MessageStyle, into: PlainWriter
+    number: int, turn: Turn, style: MessageStyle, writer: PlainWriter
 ) -> dict[str, Any]:
-    texts = [into.put(part, "content", number) for part in turn.parts]
+    texts = [writer.put(part, "content", number) for part in turn.parts]
     message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
     if style.parts:
         message["content"] = [{"type": "text", "text": text} for text in texts]
     if turn.reasoning is not None:
-        reasoning = into.put(turn.reasoning, "reasoning_content", number)
+        reasoning = writer.put(turn.reasoning, "reasoning_content", number)
         # Templates read one of these keys.
         message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
     if turn.tool_calls:
         message["tool_calls"] = [
-            _template_call(call, number, style, into) for call in turn.tool_calls
+            _template_call(call, number, style, writer) for call in turn.tool_calls
         ]
     if turn.name is not None:
-        message["name"] = into.put(turn.name, "name", number)
+        message["name"] = writer.put(turn.name, "name", number)
     if turn.tool_call_id is not None:
         message["tool_call_id"] = turn.tool_call_id
     return message
 
 
 def _template_call(
-    call: dict[str, Any], number: int, style: MessageStyle, into: PlainWriter
+    call: dict[str, Any], number: int, style: MessageStyle, writer: PlainWriter
 ) -> dict[str, Any]:
-    name = into.put(call["function"]["name"], "call", number)
-    arguments = _template_arguments(call["function"]["arguments"], number, into)
+    name = writer.put(call["function"]["name"], "call", number)
+    arguments = _template_arguments(call["function"]["arguments"], number, writer)
     if style.json_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {"name": name, "arguments": arguments}}
 
 
-def _template_arguments(value: Any, number: int, into: PlainWriter) -> Any:
+def _template_arguments(value: Any, number: int, writer: PlainWriter) -> Any:
     """Return arguments in which all strings, including keys, are passed to the writer."""
     if isinstance(value, dict):
-        made = {}
+        renamed = {}
         for key, item in value.items():
-            name = into.put(key, "arguments", number)
-            made[name] = _template_arguments(item, number, into)
-        return made
+            name = writer.put(key, "arguments", number)
+            renamed[name] = _template_arguments(item, number, writer)
+        return renamed
     if isinstance(value, list):
-        return [_template_arguments(item, number, into) for item in value]
+        return [_template_arguments(item, number, writer) for item in value]
     if isinstance(value, str):
-        return into.put(value, "arguments", number)
-    return into.scalar(value)
+        return writer.put(value, "arguments", number)
+    return writer.scalar(value)
 
 
 def template_tools(
-    tools: Sequence[dict[str, Any]], into: PlainWriter
+    tools: Sequence[dict[str, Any]], writer: PlainWriter
 ) -> list[dict[str, Any]] | None:
     """Return tools in which all text and parameter names are passed to the writer."""
-    return [_template_schema(tool, "", into) for tool in tools] or None
+    return [_template_schema(tool, "", writer) for tool in tools] or None
 
 
-def _template_schema(value: Any, parent: str, into: PlainWriter) -> Any:
+def _template_schema(value: Any, parent: str, writer: PlainWriter) -> Any:
     if isinstance(value, dict):
         names = parent == "properties"
         return {
-            into.put(key, "tools", None) if names else key: (
+            writer.put(key, "tools", None) if names else key: (
                 item
                 if key in _CONTROL_KEYS and not names and isinstance(item, str)
-                else _template_schema(item, "" if names else key, into)
+                else _template_schema(item, "" if names else key, writer)
             )
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_template_schema(item, "", into) for item in value]
-    return into.put(value, "tools", None) if isinstance(value, str) else value
+        return [_template_schema(item, "", writer) for item in value]
+    return writer.put(value, "tools", None) if isinstance(value, str) else value
 
 
 def unmarked_strings(conversation: Conversation) -> Iterator[str]:
@@ -190,17 +190,17 @@ def unmarked_strings(conversation: Conversation) -> Iterator[str]:
     for turn in conversation.turns:
         yield turn.tool_call_id or ""
         yield from (call.get("id", "") for call in turn.tool_calls)
-    left: list[tuple[Any, str]] = [(tool, "") for tool in conversation.tools]
+    pending: list[tuple[Any, str]] = [(tool, "") for tool in conversation.tools]
     options = conversation.template_options
     yield from (json.dumps(options, ensure_ascii=False),) if options else ()
-    while left:
-        value, parent = left.pop()
+    while pending:
+        value, parent = pending.pop()
         if isinstance(value, dict):
             names = parent == "properties"
             yield from (() if names else value)
-            left.extend((item, "" if names else key) for key, item in value.items())
+            pending.extend((item, "" if names else key) for key, item in value.items())
         elif isinstance(value, list):
-            left.extend((item, "") for item in value)
+            pending.extend((item, "") for item in value)
         elif isinstance(value, str) and parent in _CONTROL_KEYS:
             yield value
 
@@ -211,22 +211,22 @@ class AlignedRendering:
 
     text: str
     """Text with the strings of the sample, and FILE for files."""
-    marks: list[Marker]
+    markers: list[Marker]
     """Markers in the order of the text."""
-    places: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
     """Start and end of each string in the text."""
-    owned: list[bool]
+    is_first: list[bool]
     """Whether this is the first occurrence of each string."""
 
-    def between(self, number: int) -> tuple[int, int]:
+    def template_range(self, number: int) -> tuple[int, int]:
         """Return start and end of the template text before a marker."""
-        start = self.places[number - 1][1] if number else 0
-        end = self.places[number][0] if number < len(self.places) else len(self.text)
+        start = self.positions[number - 1][1] if number else 0
+        end = self.positions[number][0] if number < len(self.positions) else len(self.text)
         return start, end
 
 
 def align_rendering(
-    marked: str, plain: str, marks: Sequence[Marker], optional: set[int]
+    marked_text: str, plain_text: str, markers: Sequence[Marker], optional: set[int]
 ) -> AlignedRendering:
     """Find the strings of a sample in its rendered text.
 
@@ -239,18 +239,18 @@ def align_rendering(
     Raises:
         CorruptSampleError: The template omits, moves, repeats or changes a string.
     """
-    pieces = _MARKER.split(marked)
+    pieces = _MARKER.split(marked_text)
     numbers = [int(piece) for piece in pieces[1::2]]
-    if any(number >= len(marks) for number in numbers):
+    if any(number >= len(markers) for number in numbers):
         raise CorruptSampleError(
             "the chat template writes characters of the Unicode private use area"
         )
-    owned = _check_complete(numbers, marks, optional)
-    found = [marks[number] for number in numbers]
-    for mark, piece in zip(found, pieces[2::2], strict=True):
-        _check_scalars(mark, piece)
-    places = _find_positions(pieces[0::2], found, plain)
-    return AlignedRendering(plain, found, places, owned)
+    is_first = _check_complete(numbers, markers, optional)
+    ordered = [markers[number] for number in numbers]
+    for marker, piece in zip(ordered, pieces[2::2], strict=True):
+        _check_scalars(marker, piece)
+    positions = _find_positions(pieces[0::2], ordered, plain_text)
+    return AlignedRendering(plain_text, ordered, positions, is_first)
 
 
 def split_at_markers(text: str) -> list[str]:
@@ -259,70 +259,72 @@ def split_at_markers(text: str) -> list[str]:
 
 
 def _check_complete(
-    numbers: Sequence[int], marks: Sequence[Marker], optional: set[int]
+    numbers: Sequence[int], markers: Sequence[Marker], optional: set[int]
 ) -> list[bool]:
     """Check that no marker is missing, and return whether each one is a first occurrence."""
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
-        if number in first and marks[number].exact:
-            raise CorruptSampleError(f"the chat template repeats {marks[number].where}")
+        if number in first and markers[number].must_match:
+            raise CorruptSampleError(f"the chat template repeats {markers[number].where}")
         first.setdefault(number, position)
-    for number, mark in enumerate(marks):
-        if number not in first and not (mark.kind == "name" and mark.turn in optional):
-            raise CorruptSampleError(f"the chat template omits {mark.where}")
-    order = [n for n in first if marks[n].kind not in ("name", "tools")]
+    for number, marker in enumerate(markers):
+        if number not in first and not (marker.kind == "name" and marker.turn in optional):
+            raise CorruptSampleError(f"the chat template omits {marker.where}")
+    order = [n for n in first if markers[n].kind not in ("name", "tools")]
     last: dict[Any, int] = {}
     turn = 0
     for number in order:
-        mark = marks[number]
-        assert mark.turn is not None
-        if mark.turn < turn or number < last.get((mark.turn, mark.kind), 0):
-            raise CorruptSampleError(f"the chat template moves {mark.where}")
-        turn = mark.turn
-        last[turn, mark.kind] = number
+        marker = markers[number]
+        assert marker.turn is not None
+        if marker.turn < turn or number < last.get((marker.turn, marker.kind), 0):
+            raise CorruptSampleError(f"the chat template moves {marker.where}")
+        turn = marker.turn
+        last[turn, marker.kind] = number
     return [first[number] == position for position, number in enumerate(numbers)]
 
 
-def _check_scalars(mark: Marker, piece: str) -> None:
+def _check_scalars(marker: Marker, piece: str) -> None:
     """Check that arguments without a marker follow the marker before them, such as numbers."""
     position = 0
-    for scalar in mark.scalars:
+    for scalar in marker.scalars:
         forms = {json.dumps(scalar), str(scalar)}
-        ends = [found + len(form) for form in forms if (found := piece.find(form, position)) >= 0]
+        ends = [start + len(form) for form in forms if (start := piece.find(form, position)) >= 0]
         if not ends:
             raise CorruptSampleError(
-                f"the chat template omits {json.dumps(scalar):.80} in {mark.where}"
+                f"the chat template omits {json.dumps(scalar):.80} in {marker.where}"
             )
         position = min(ends)
 
 
 def _find_positions(
-    scaffolds: Sequence[str], found: Sequence[Marker], plain: str
+    template_texts: Sequence[str], ordered: Sequence[Marker], plain_text: str
 ) -> list[tuple[int, int]]:
-    places: list[tuple[int, int]] = []
-    position = len(scaffolds[0])
-    if not plain.startswith(scaffolds[0]):
-        raise CorruptSampleError(_describe_change(found[:1]))
-    for number, (mark, after) in enumerate(zip(found, scaffolds[1:], strict=True)):
-        for text in _written_forms(mark.value):
+    positions: list[tuple[int, int]] = []
+    position = len(template_texts[0])
+    if not plain_text.startswith(template_texts[0]):
+        raise CorruptSampleError(_describe_change(ordered[:1]))
+    for number, (marker, after) in enumerate(zip(ordered, template_texts[1:], strict=True)):
+        for text in _written_forms(marker.value):
             end = position + len(text)
-            if plain.startswith(text, position) and plain.startswith(after, end):
+            if plain_text.startswith(text, position) and plain_text.startswith(after, end):
                 break
         else:
-            matches = any(plain.startswith(text, position) for text in _written_forms(mark.value))
-            following = found[number + 1 : number + 2]
-            raise CorruptSampleError(
-                _describe_change(following if matches and following else [mark])
+            matches = any(
+                plain_text.startswith(text, position) for text in _written_forms(marker.value)
             )
-        places.append((position, end))
+            following = ordered[number + 1 : number + 2]
+            raise CorruptSampleError(
+                _describe_change(following if matches and following else [marker])
+            )
+        positions.append((position, end))
         position = end + len(after)
-    if position != len(plain):
-        raise CorruptSampleError(_describe_change(found[-1:]))
-    return places
+    if position != len(plain_text):
+        raise CorruptSampleError(_describe_change(ordered[-1:]))
+    return positions
 
 
-def _describe_change(marks: Sequence[Marker]) -> str:
-    what = marks[0].where if marks else "the conversation"
+def _describe_change(markers: Sequence[Marker]) -> str:
+    what = markers[0].where if markers else "the conversation"
     return (
         f"the chat template changes {what}, or its output depends on the content (for example "
         "reasoning inside of content; use reasoning_content instead)"

@@ -49,10 +49,10 @@ def find_delimiters(
         followed: Text between an assistant message and the next message, for several roles.
         special: Pattern of special tokens.
     """
-    same = (
+    common = (
         _trim_partial_token(_common_prefix(last, followed[0]), last, special) if followed else last
     )
-    if tokens := list(special.finditer(same)):
+    if tokens := list(special.finditer(common)):
         return AssistantDelimiters(header, (tokens[-1]["token"],), last[tokens[-1].end("token") :])
     tokens = list(special.finditer(last))
     if not tokens:
@@ -86,40 +86,40 @@ def loss_mask(
         length: Length of the rendered text in characters.
         spans: Returns the spans of a turn.
     """
-    everything = train_on == "all"
+    all_in_loss = train_on == "all"
     answers = [k for k, turn in enumerate(turns) if turn.role == "assistant"]
-    learnt = set(answers[-1:] if train_on == "last" else answers)
-    mask = bytearray([everything]) * length
+    in_loss_turns = set(answers[-1:] if train_on == "last" else answers)
+    mask = bytearray([all_in_loss]) * length
     for k, turn in enumerate(turns):
-        counts = turn.train if turn.train is not None else everything or k in learnt
-        if counts != everything:
+        in_loss = turn.train if turn.train is not None else all_in_loss or k in in_loss_turns
+        if in_loss != all_in_loss:
             for start, end in spans(k):
-                mask[start:end] = bytes([counts]) * (end - start)
+                mask[start:end] = bytes([in_loss]) * (end - start)
     return mask
 
 
 def group_spans_by_turn(
-    rendering: AlignedRendering, tagged: Sequence[CharacterSpan]
+    rendering: AlignedRendering, generation_spans: Sequence[CharacterSpan]
 ) -> dict[int, list[CharacterSpan]]:
     """Assign the `{% generation %}` spans of a template to turns.
 
     A span belongs to the turn of its first string. An empty span belongs to the preceding turn.
     """
-    said = [
+    turn_starts = [
         (begin, mark.turn)
         for mark, (begin, _), owned in zip(
-            rendering.marks, rendering.places, rendering.owned, strict=True
+            rendering.markers, rendering.positions, rendering.is_first, strict=True
         )
         if owned and mark.turn is not None
     ]
-    begins = [begin for begin, _ in said]
+    begins = [begin for begin, _ in turn_starts]
     turns: dict[int, list[CharacterSpan]] = {}
-    for span in tagged:
+    for span in generation_spans:
         first = bisect_left(begins, span[0])
-        if first < len(said) and begins[first] < span[1]:
-            turns.setdefault(said[first][1], []).append(span)
+        if first < len(turn_starts) and begins[first] < span[1]:
+            turns.setdefault(turn_starts[first][1], []).append(span)
         elif first:
-            turns.setdefault(said[first - 1][1], []).append(span)
+            turns.setdefault(turn_starts[first - 1][1], []).append(span)
     return turns
 
 
@@ -140,20 +140,20 @@ class TurnSpanFinder:
         self,
         rendering: AlignedRendering,
         turns: Sequence[Turn],
-        habits: AssistantDelimiters,
+        delimiters: AssistantDelimiters,
         special: re.Pattern[str],
         start_token: str,
         tail: Callable[[int], str | None],
     ) -> None:
         self.rendering = rendering
         self.turns = turns
-        self.habits = habits
+        self.delimiters = delimiters
         self.special = special
         self.start_token = start_token
         self.tail = tail
         self._numbers: dict[int | None, list[int]] = {}
-        for number, mark in enumerate(rendering.marks):
-            if rendering.owned[number]:
+        for number, mark in enumerate(rendering.markers):
+            if rendering.is_first[number]:
                 self._numbers.setdefault(mark.turn, []).append(number)
 
     def __call__(self, turn: int) -> list[CharacterSpan]:
@@ -163,15 +163,15 @@ class TurnSpanFinder:
             return []
         if self.turns[turn].role == "assistant":
             return [(self._start(turn, numbers[0]), self._end(turn, numbers[-1]))]
-        start = self.rendering.places[numbers[0]][0]
-        end = self.rendering.places[numbers[-1]][1]
+        start = self.rendering.positions[numbers[0]][0]
+        end = self.rendering.positions[numbers[-1]][1]
         token = self.special.match(self.rendering.text, end)
         return [(start, token.end("token") if token else end)]
 
     def _start(self, turn: int, number: int) -> int:
-        begin, end = self.rendering.between(number)
+        begin, end = self.rendering.template_range(number)
         before = self.rendering.text[begin:end]
-        header = self.habits.header
+        header = self.delimiters.header
         if header.strip() and (found := before.rfind(header)) >= 0:
             return begin + found + len(header)
         closing = self.tail(turn) if turn else self.start_token
@@ -186,11 +186,11 @@ class TurnSpanFinder:
         return begin + len(_common_prefix(before[len(closing) :], header))
 
     def _end(self, turn: int, number: int) -> int:
-        begin, end = self.rendering.between(number + 1)
+        begin, end = self.rendering.template_range(number + 1)
         after = self.rendering.text[begin:end]
-        if number + 1 == len(self.rendering.marks):
-            after = after.removesuffix(self.habits.epilogue)
-        ends = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
+        if number + 1 == len(self.rendering.markers):
+            after = after.removesuffix(self.delimiters.epilogue)
+        ends = [at + len(e) for e in self.delimiters.ends if (at := after.find(e)) >= 0]
         if ends:
             return begin + min(ends)
         closing = _trim_partial_token(

@@ -106,7 +106,7 @@ class TextEncoder:
         self.spec = spec
         self.sequence_length = sequence_length
         self._plain = _copy_backend(tokenizer, encode_special_tokens=True)
-        self._scaffold = _copy_backend(tokenizer, encode_special_tokens=False)
+        self._with_special_tokens = _copy_backend(tokenizer, encode_special_tokens=False)
 
     def encode(
         self, sample: Sample, image_tokens: Sequence[int], columns: Sequence[int] = ()
@@ -164,7 +164,7 @@ class TextEncoder:
                 f"{error.start}, which is half of a truncated or wrongly decoded character; "
                 "write the text again"
             ) from error
-        backend = self._scaffold if segment.scaffold else self._plain
+        backend = self._with_special_tokens if segment.is_template else self._plain
         return backend.encode(text, add_special_tokens=False).ids
 
     def _pieces(
@@ -258,8 +258,8 @@ class _ImageBlock(NamedTuple):
 
 def _join_text(first: Any, second: TextSegment) -> TextSegment:
     """Join two adjacent texts that are not in the loss."""
-    scaffold = first.scaffold or second.scaffold
-    return TextSegment(first.text + second.text, loss=False, scaffold=scaffold)
+    is_template = first.is_template or second.is_template
+    return TextSegment(first.text + second.text, loss=False, is_template=is_template)
 
 
 def _extend(out: EncodedSample, ids: list[int], loss: bool) -> None:

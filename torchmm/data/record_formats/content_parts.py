@@ -47,12 +47,12 @@ class FilePart(NamedTuple):
 
     kind: str
     role: str
-    named: Any = None
+    file: Any = None
     """File as in the content part. None for the next file of the columns."""
 
     def open(self, root: Root) -> FileSegment:
         """Return the named file. Raise CorruptSampleError if it is not supported."""
-        value = self.named
+        value = self.file
         if isinstance(value, list):
             raise CorruptSampleError(
                 f"{self.kind} of a {self.role} message is a list of {len(value)} files, not "

@@ -61,7 +61,7 @@ def read_contents(
         for part in content:
             if isinstance(part, str):
                 parts.append(part)
-            elif by_order[part.kind] or part.named is None:
+            elif by_order[part.kind] or part.file is None:
                 parts.append(next(queues[part.kind]))
             else:
                 parts.append(part.open(root))
@@ -119,7 +119,7 @@ def _match_files(
                 "placeholder per file"
             )
         return True, True
-    unnamed = sum(part.named is None for part in parts)
+    unnamed = sum(part.file is None for part in parts)
     if len(files) not in (len(parts), unnamed):
         raise CorruptSampleError(
             f"{len(parts)} {kind} parts in messages, {len(parts) - unnamed} of which have a "

@@ -1,7 +1,8 @@
 """Find the format of a record by its columns, and convert the record to a sample.
 
 LAYOUTS lists all formats (see `docs/reference/data_formats.md`). A target image or video (see
-`SampleOptions.generate`) is moved to the end of the sample, so that all text is its context.
+`SampleOptions.target_image_column`) is moved to the end of the sample, so that all text is its
+context.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ class RecordFormat(NamedTuple):
     """Record format, with the columns that identify it."""
 
     name: str
-    needs: tuple[tuple[str, ...], ...]
+    required_columns: tuple[tuple[str, ...], ...]
     """Groups of columns. At least one column of each group must be set."""
     read: Callable[[Record], Sample | Conversation]
     """Function that reads a record. Raises CorruptSampleError for a malformed value."""
-    when: Callable[[Record], bool] | None = None
+    condition: Callable[[Record], bool] | None = None
     """Additional condition on the record."""
 
-    def missing(self, filled: set[str]) -> list[tuple[str, ...]]:
+    def missing(self, set_columns: set[str]) -> list[tuple[str, ...]]:
         """Return the groups that have no column among these set columns."""
-        return [group for group in self.needs if filled.isdisjoint(group)]
+        return [group for group in self.required_columns if set_columns.isdisjoint(group)]
 
-    def matches(self, record: Record, filled: set[str]) -> bool:
+    def matches(self, record: Record, set_columns: set[str]) -> bool:
         """Return True if a record with these set columns has this format."""
-        lacks = any(map(filled.isdisjoint, self.needs))
-        return not lacks and (self.when is None or self.when(record))
+        is_incomplete = any(map(set_columns.isdisjoint, self.required_columns))
+        return not is_incomplete and (self.condition is None or self.condition(record))
 
 
 RECORD_FORMATS = (
@@ -110,11 +111,12 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     """
     columns = with_json_columns(record.columns)
     generated: tuple[Segment, ...] = ()
-    name = record.options.generate
+    name = record.options.target_image_column
     if name is not None:
         if name not in columns:
             raise CorruptSampleError(
-                f"the record has columns {sorted(columns)}, but `generate` is {name!r}; use "
+                f"the record has columns {sorted(columns)}, but target_image_column = {name!r}; "
+                "use "
                 "one of the columns"
             )
         value = columns[name]
@@ -124,8 +126,8 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     # Preference losses are not supported.
     preferences = [name for name in _PREFERENCE_COLUMNS if not is_empty(columns.get(name))]
     label = columns.get("label")
-    is_flag = isinstance(label, bool) or str(label).lower() in ("true", "false")
-    if is_flag and not columns.keys().isdisjoint(_RATED_COLUMNS):
+    is_rating = isinstance(label, bool) or str(label).lower() in ("true", "false")
+    if is_rating and not columns.keys().isdisjoint(_RATED_COLUMNS):
         preferences.append("label")
     if preferences:
         raise CorruptSampleError(
@@ -151,24 +153,32 @@ def detect_format(record: Record) -> RecordFormat:
         CorruptSampleError: No format matches. The message lists missing columns.
     """
     columns = record.columns
-    filled = {name for name, value in columns.items() if value is not None}
-    for layout in RECORD_FORMATS:
-        if layout.matches(record, filled):
-            return layout
-    for layout in RECORD_FORMATS:
-        missing = layout.missing(filled)
-        if len(missing) < len(layout.needs):
-            has = next(name for group in layout.needs for name in group if name in filled)
+    set_columns = {name for name, value in columns.items() if value is not None}
+    for record_format in RECORD_FORMATS:
+        if record_format.matches(record, set_columns):
+            return record_format
+    for record_format in RECORD_FORMATS:
+        missing = record_format.missing(set_columns)
+        if len(missing) < len(record_format.required_columns):
+            has = next(
+                name
+                for group in record_format.required_columns
+                for name in group
+                if name in set_columns
+            )
             raise CorruptSampleError(f"column `{has}` exists, but {_describe_missing(missing[0])}")
     for name, text_columns in _EXPECTED_TEXT_COLUMNS.items():
-        if name in filled:
+        if name in set_columns:
             raise CorruptSampleError(
                 f"column `{name}` exists, but {_describe_missing(text_columns)}"
             )
-    known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in RECORD_FORMATS)
+    formats = ", ".join(
+        " and ".join("/".join(g) for g in record_format.required_columns)
+        for record_format in RECORD_FORMATS
+    )
     raise CorruptSampleError(
         f"no record format matches the columns {sorted(columns)}; supported formats have "
-        f"{known} (docs/reference/data_formats.md)"
+        f"{formats} (docs/reference/data_formats.md)"
     )
 
 

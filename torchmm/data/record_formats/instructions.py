@@ -21,9 +21,9 @@ from torchmm.data.record_formats.sample import Record
 
 def read_instruction(record: Record) -> Conversation:
     """Read instruction, input and output. Raise CorruptSampleError if they are malformed."""
-    asked = get_text(record.columns, "instruction")
+    question = get_text(record.columns, "instruction")
     more = get_text(record.columns, "input")
-    return _chat(record, "\n".join(text for text in (asked, more) if text), "output")
+    return _chat(record, "\n".join(text for text in (question, more) if text), "output")
 
 
 def read_query(record: Record) -> Conversation:
@@ -31,7 +31,7 @@ def read_query(record: Record) -> Conversation:
     return _chat(record, get_text(record.columns, "query"), "response")
 
 
-def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
+def _chat(record: Record, question: str, answer_column: str) -> Conversation:
     answer = to_text(record.columns[answer_column], f"column {answer_column}")
     if get_text(record.columns, "context").strip():  # name of `input` in Dolly
         raise CorruptSampleError(
@@ -47,10 +47,10 @@ def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
                 f"{name} is {type(pair).__name__}{size}, not [question, answer]"
             )
         messages += make_turn(to_text(pair[0], name), to_text(pair[1], name))
-    messages += make_turn(asked, answer)
+    messages += make_turn(question, answer)
     return record_to_conversation(record, messages, placeholders=True)
 
 
-def make_turn(asked: Any, answered: Any) -> list[dict[str, Any]]:
+def make_turn(question: Any, answer_text: Any) -> list[dict[str, Any]]:
     """Return a user message and an assistant message."""
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer_text}]

@@ -43,7 +43,7 @@ def record_to_conversation(
     record: Record,
     messages: Sequence[Any],
     placeholders: bool,
-    read_only: int = 0,
+    num_context_messages: int = 0,
     files: Mapping[str, Sequence[FileSegment]] | None = None,
 ) -> Conversation:
     """Return the conversation of a record whose messages are already converted.
@@ -52,7 +52,7 @@ def record_to_conversation(
         record: Record with the files and the columns `system`, `tools` and `chat_template_kwargs`.
         messages: See `messages_to_conversation`.
         placeholders: See `read_contents`.
-        read_only: Number of first messages that are not included in the loss.
+        num_context_messages: Number of first messages that are not included in the loss.
         files: Files of the record. If None, they are read from the columns.
 
     Raises:
@@ -73,13 +73,13 @@ def record_to_conversation(
                 f"column system ({truncate_repr(system)}) and a system message "
                 f"({truncate_repr(first.get('content'))}) are both set; keep one"
             )
-    read_only += len(before) if read_only else 0
+    num_context_messages += len(before) if num_context_messages else 0
     if files is None:
         files = read_files(columns, record.root)
     all_messages = [*before, *messages]
     check_chat_columns(columns, all_messages)
     conversation = messages_to_conversation(
-        all_messages, files, tools, record.root, placeholders, read_only
+        all_messages, files, tools, record.root, placeholders, num_context_messages
     )
     return replace(conversation, template_options=read_template_options(columns))
 
@@ -90,7 +90,7 @@ def messages_to_conversation(
     tools: tuple[dict[str, Any], ...] = (),
     root: Root = None,
     placeholders: bool = False,
-    read_only: int = 0,
+    num_context_messages: int = 0,
 ) -> Conversation:
     """Return the conversation of messages.
 
@@ -100,7 +100,7 @@ def messages_to_conversation(
         tools: Descriptions of tools.
         root: Directory to which paths are relative.
         placeholders: See `read_contents`.
-        read_only: See `record_to_conversation`.
+        num_context_messages: See `record_to_conversation`.
 
     Raises:
         CorruptSampleError: See `read_chat`.
@@ -116,7 +116,7 @@ def messages_to_conversation(
             )
         for part in split_anthropic_parts({**message, "role": role}):
             turn, content = _read_turn(part)
-            turns.append(replace(turn, train=False) if number < read_only else turn)
+            turns.append(replace(turn, train=False) if number < num_context_messages else turn)
             contents.append((turn.role, content))
     parts = read_contents(contents, files, root, placeholders)
     turns = [replace(turn, parts=each) for turn, each in zip(turns, parts, strict=True)]

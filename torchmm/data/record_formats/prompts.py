@@ -79,5 +79,5 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
         content = prepend_files(messages[first].get("content"), files)
         messages[first] = {**messages[first], "content": content}
     return record_to_conversation(
-        record, messages, placeholders=False, read_only=len(prompt), files=files
+        record, messages, placeholders=False, num_context_messages=len(prompt), files=files
     )

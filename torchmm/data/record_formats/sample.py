@@ -26,7 +26,7 @@ class SampleOptions:
 
     prompt: str = ""
     """Text between the image and the text of a caption sample."""
-    generate: str | None = None
+    target_image_column: str | None = None
     """Column with a target image or video."""
     train_on: str = "assistant"
     """Messages of a chat that are included in the loss, see `SourceConfig.train_on`."""
@@ -54,7 +54,7 @@ class TextSegment:
 
     text: str
     loss: bool
-    scaffold: bool = False
+    is_template: bool = False
     """Whether the text is from the chat template, so that its special tokens are parsed."""
 
 

@@ -71,15 +71,16 @@ def _is_tool_call(message: dict[str, Any]) -> bool:
 def _read_messages(entry: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(entry, dict):
         raise CorruptSampleError(f"{where} is {type(entry).__name__}, not an object")
-    for speaker, said in _KEY_PAIRS:
-        if entry.get(speaker) is not None:
-            if said not in entry:
-                raise CorruptSampleError(f"{where} has {speaker} but no {said}")
-            return [_read_message(entry, speaker, said, where)]
+    for role_key, text_key in _KEY_PAIRS:
+        if entry.get(role_key) is not None:
+            if text_key not in entry:
+                raise CorruptSampleError(f"{where} has {role_key} but no {text_key}")
+            return [_read_message(entry, role_key, text_key, where)]
     if all(entry.get(key) is not None for key in _QUESTION_KEYS):
-        rest = {key: value for key, value in entry.items() if key not in _QUESTION_KEYS}
+        other_keys = {key: value for key, value in entry.items() if key not in _QUESTION_KEYS}
         return [
-            {**rest, "role": role, "content": entry[key]} for key, role in _QUESTION_KEYS.items()
+            {**other_keys, "role": role, "content": entry[key]}
+            for key, role in _QUESTION_KEYS.items()
         ]
     keys = ", ".join(sorted(map(str, entry)))
     raise CorruptSampleError(
@@ -89,18 +90,20 @@ def _read_messages(entry: Any, where: str) -> list[dict[str, Any]]:
     )
 
 
-def _read_message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict[str, Any]:
-    role = _ROLES.get(entry[speaker]) if isinstance(entry[speaker], str) else None
+def _read_message(
+    entry: dict[str, Any], role_key: str, text_key: str, where: str
+) -> dict[str, Any]:
+    role = _ROLES.get(entry[role_key]) if isinstance(entry[role_key], str) else None
     if role is None:
         raise CorruptSampleError(
-            f"{where} has {speaker} = {truncate_repr(entry[speaker])}; use one of "
+            f"{where} has {role_key} = {truncate_repr(entry[role_key])}; use one of "
             f"{', '.join(_ROLES)}"
         )
-    rest = {key: value for key, value in entry.items() if key not in (speaker, said)}
+    other_keys = {key: value for key, value in entry.items() if key not in (role_key, text_key)}
     if role == "call":
-        calls = _parse_calls(entry[said], where)
-        return {**rest, "role": "assistant", "content": "", "tool_calls": calls}
-    return {**rest, "role": role, "content": entry[said]}
+        calls = _parse_calls(entry[text_key], where)
+        return {**other_keys, "role": "assistant", "content": "", "tool_calls": calls}
+    return {**other_keys, "role": role, "content": entry[text_key]}
 
 
 def _parse_calls(value: Any, where: str) -> list[dict[str, Any]]:

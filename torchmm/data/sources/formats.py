@@ -42,7 +42,11 @@ class SourceFormat(Protocol):
         ...
 
     def open(
-        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: OffsetCache
+        self,
+        config: SourceConfig,
+        files: Sequence[AnyFile],
+        fingerprint: str,
+        offset_cache: OffsetCache,
     ) -> MapSource:
         """Open a source for random access.
 

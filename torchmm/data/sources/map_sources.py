@@ -180,20 +180,22 @@ def open_file_source(
         ConfigError: The cache cannot be written.
         DataError: A file cannot be read.
     """
-    places = OffsetCache(cache)
+    offset_cache = OffsetCache(cache)
     fingerprint = files_fingerprint(files)
     if (entry := find_entry("source_formats", kind)) is not None:
         reader: SourceFormat = entry.load()()
-        return reader.open(config, list(files), fingerprint, places)
+        return reader.open(config, list(files), fingerprint, offset_cache)
     if kind == "webdataset":
-        return WebdatasetSource(files, fingerprint, places)
+        return WebdatasetSource(files, fingerprint, offset_cache)
     root = source_root(config, files)
     if kind == "parquet":
         return ParquetSource(files, root, fingerprint)
     try:
         if kind in FOLDER_FORMATS:
             return FolderSource(kind, files, root, fingerprint)
-        opened = [TEXT_READERS[kind](f, decompressed_text(f, kind, cache), places) for f in files]
+        opened = [
+            TEXT_READERS[kind](f, decompressed_text(f, kind, cache), offset_cache) for f in files
+        ]
     except OSError as error:
         text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
         raise DataError(text) from error
@@ -234,11 +236,11 @@ def load_with_datasets(
     try:
         dataset: Any = datasets.load_dataset(path, config.config, streaming=streaming, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        looked_for = (
+        origin = (
             "not a local path, so requested from the Hugging Face Hub" if kind == "hub" else kind
         )
         raise DataError(
-            f"source {config.path!r} ({looked_for}, split {config.split!r}) cannot be read: "
+            f"source {config.path!r} ({origin}, split {config.split!r}) cannot be read: "
             f"{type(error).__name__}: {error}"
         ) from error
     addresses = (getattr(dataset.info, "download_checksums", None) or {}) if kind == "hub" else {}
@@ -321,12 +323,14 @@ def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFil
     if matches:
         return [m for m in matches if m.is_file()]
     # NAME or OWNER/NAME may be a Hub dataset, unless OWNER is a local directory.
-    known_suffix = path.suffix in COMPRESSIONS or any(path.suffix in s for s in SUFFIXES.values())
+    has_known_suffix = path.suffix in COMPRESSIONS or any(
+        path.suffix in s for s in SUFFIXES.values()
+    )
     is_local = (
         config.format not in ("auto", "hub")
         or config.path.startswith((".", "/", "~"))
         or len(path.parts) > 2
-        or known_suffix
+        or has_known_suffix
         or is_glob(config.path)
         or (len(path.parts) == 2 and path.parent.is_dir())
     )

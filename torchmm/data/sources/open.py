@@ -150,7 +150,7 @@ class Samples:
     def digest(self) -> tuple[str, str]:
         """Return two lines of text: the number of samples, and a summary of their sizes."""
         indexed = [(s, s.index) for s in self.sources if s.index is not None]
-        counts = [f"{s.name} {index.usable(s.config.filter).sum():,}" for s, index in indexed]
+        counts = [f"{s.name} {index.count_usable(s.config.filter).sum():,}" for s, index in indexed]
         counts += [f"{s.name} (a stream)" for s in self.sources if s.index is None]
         corrupt = sum(index.corrupt_count for _, index in indexed)
         filtered = sum(index.filtered.total() for _, index in indexed)
@@ -159,7 +159,7 @@ class Samples:
             samples += f", {filtered:,} beyond a limit"
         if not indexed:
             return samples, "sizes: determined while streams are read"
-        described = [index.described(source.config.filter) for source, index in indexed]
+        described = [index.sample_lengths(source.config.filter) for source, index in indexed]
         tokens = np.concatenate([tokens for tokens, _ in described])
         images = np.concatenate([images for _, images in described])
         lengths = ", ".join(describe_lengths(tokens))
@@ -227,8 +227,8 @@ def open_samples(
             shuffle=validation or data.shuffle,
             one_epoch=validation,
             filter=config.filter,
-            counts_tiles=data.max_tiles_per_sequence is not None,
-            counts_patches=data.packing == "balanced",
+            needs_tiles=data.max_tiles_per_sequence is not None,
+            needs_patches=data.packing == "balanced",
         )
         make_feed: Callable[[], Feed]
         if building is None:

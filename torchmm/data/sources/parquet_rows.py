@@ -57,10 +57,10 @@ def count_group_rows(files: Sequence[AnyFile]) -> list[list[int]]:
     """
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = list(pool.map(_read_footer, files))
-    rejected = [problem for _, problem in footers if problem]
-    if rejected:
+    problems = [problem for _, problem in footers if problem]
+    if problems:
         raise DataError(
-            f"parquet files:{list_messages(rejected)}\nDownload or write them again, or remove "
+            f"parquet files:{list_messages(problems)}\nDownload or write them again, or remove "
             "them from the source"
         )
     return [rows for rows, _ in footers]
@@ -74,17 +74,26 @@ def _read_footer(file: AnyFile) -> tuple[list[int], str]:
             groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     except (pa.ArrowException, OSError, ValueError) as error:
         return [], f"{file} cannot be read (not a parquet file, or truncated): {error}"
-    plain = sum(group.total_byte_size for group in groups)
-    packed = sum(
+    uncompressed_bytes = sum(group.total_byte_size for group in groups)
+    compressed_bytes = sum(
         group.column(column).total_compressed_size
         for group in groups
         for column in range(group.num_columns)
     )
     problem = ""
-    if footer.num_rows >= MIN_SUSPICIOUS_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
-        problem = f"{file} claims {footer.num_rows} rows in {plain} bytes, which is not plausible"
-    elif plain > max(MAX_GROUP_BYTES, MAX_RATIO * packed):
-        problem = f"{file} claims {plain} bytes, of {packed} compressed, which is not plausible"
+    if (
+        footer.num_rows >= MIN_SUSPICIOUS_ROWS
+        and uncompressed_bytes < MIN_ROW_BYTES * footer.num_rows
+    ):
+        problem = (
+            f"{file} claims {footer.num_rows} rows in {uncompressed_bytes} bytes, "
+            "which is not plausible"
+        )
+    elif uncompressed_bytes > max(MAX_GROUP_BYTES, MAX_RATIO * compressed_bytes):
+        problem = (
+            f"{file} claims {uncompressed_bytes} bytes, of {compressed_bytes} compressed, "
+            "which is not plausible"
+        )
     return [group.num_rows for group in groups], problem
 
 
@@ -115,7 +124,7 @@ class ParquetSource:
         self._firsts = dict(zip(files, starts, strict=True))
         self._tables: OrderedDict[int, tuple[pa.Table, Path | None]] = OrderedDict()
         """Row groups and their cache entries. The entry is None for groups in memory."""
-        self._broken: dict[int, str] = {}
+        self._damaged_groups: dict[int, str] = {}
         """Errors of damaged row groups."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,15 +143,15 @@ class ParquetSource:
         group = int(np.searchsorted(self._ends, index, side="right"))
         file, number = self._groups[group]
         where = f"{file} row {index - self._firsts[file]}"
-        if group not in self._broken:
+        if group not in self._damaged_groups:
             try:
                 table = self._table(group)
                 start = int(self._ends[group]) - len(table)
                 columns = read_row(table.slice(index - start, 1))
                 return Record(columns, self._root, where=where)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
-                self._broken[group] = str(error)
-        raise CorruptSampleError(f"{where}: row group {number}: {self._broken[group]}")
+                self._damaged_groups[group] = str(error)
+        raise CorruptSampleError(f"{where}: row group {number}: {self._damaged_groups[group]}")
 
     def _table(self, group: int) -> pa.Table:
         if group in self._tables:
@@ -188,9 +197,9 @@ def read_group(stream: BinaryIO, number: int) -> pa.Table:
             raise ValueError(f"more than {MAX_GROUP_BYTES} bytes in memory")
         batches.append(batch)
     table = pa.Table.from_batches(batches, parquet.schema_arrow)
-    claimed = parquet.metadata.row_group(number).num_rows
-    if len(table) != claimed:
-        raise ValueError(f"{len(table)} rows instead of {claimed}")
+    expected_rows = parquet.metadata.row_group(number).num_rows
+    if len(table) != expected_rows:
+        raise ValueError(f"{len(table)} rows instead of {expected_rows}")
     # Values of a chunk are within 2 GiB, because their offsets have 32 bits.
     return table.combine_chunks() if size < 1 << 31 else table
 

@@ -132,39 +132,43 @@ def select_rows(config: SourceConfig, count: int) -> list[range]:
 
 
 def warn_about_training_rows(
-    held_out: SourceConfig, records: MapSource, trained: Sequence[SourceConfig]
+    validation_config: SourceConfig, records: MapSource, training_configs: Sequence[SourceConfig]
 ) -> None:
     """Warn if rows of a validation source are also training rows.
 
     Args:
-        held_out: Settings of the validation source.
+        validation_config: Settings of the validation source.
         records: Records of the validation source.
         trained: Settings of all training sources.
     """
     count = records.all_rows if isinstance(records, ConfiguredSource) else None
-    for config in trained:
+    for config in training_configs:
         keys = ("path", "config", "revision")
-        same = all(getattr(config, key) == getattr(held_out, key) for key in keys)
-        if count is None or not same or Split.of(config).name != Split.of(held_out).name:
+        same = all(getattr(config, key) == getattr(validation_config, key) for key in keys)
+        if count is None or not same or Split.of(config).name != Split.of(validation_config).name:
             continue
         selected: list[list[range]] = []
-        for source in (held_out, config):
+        for source in (validation_config, config):
             left = source.max_samples or count
             selected.append([])
             for rows in select_rows(source, count):
                 selected[-1].append(rows[:left])
                 left -= len(selected[-1][-1])
-        both = sum(
+        num_shared = sum(
             max(0, min(ours.stop, theirs.stop) - max(ours.start, theirs.start))
             for ours, theirs in itertools.product(*selected)
         )
-        if both:
+        if num_shared:
             logger.warning(
                 "%d of %d validation samples of %r (split = %r) are also training samples "
                 "(split = %r), so the validation loss does not measure generalization. "
                 "Select different samples with `split`",
-                both, len(records), held_out.path, held_out.split, config.split,
-            )  # fmt: skip
+                num_shared,
+                len(records),
+                validation_config.path,
+                validation_config.split,
+                config.split,
+            )
 
 
 class ConfiguredSource:
@@ -218,7 +222,7 @@ class ConfiguredStream:
         self._stream = stream
         self._config = config
         self._map_record = make_record_mapper(config)
-        self._given = 0
+        self._num_read = 0
         if config.columns:
             records = islice(iter(stream.next, None), MAX_CHECKED_RECORDS)
             _check_columns(config, (r for r in records if isinstance(r, Record)))
@@ -226,21 +230,21 @@ class ConfiguredStream:
 
     def restart(self, position: Any) -> None:
         """Resume at a position of the stream."""
-        self._given = 0
+        self._num_read = 0
         if position is not None and self._config.max_samples is not None:
-            self._given, position = position
+            self._num_read, position = position
         self._stream.restart(position)
 
     def position(self) -> Any:
         """Return the position of the next record."""
         position = self._stream.position()
-        return position if self._config.max_samples is None else [self._given, position]
+        return position if self._config.max_samples is None else [self._num_read, position]
 
     def next(self) -> Record | CorruptSampleError | None:
         """Return the next record, the error if it is corrupt, or None at the end."""
-        if self._config.max_samples is not None and self._given >= self._config.max_samples:
+        if self._config.max_samples is not None and self._num_read >= self._config.max_samples:
             return None
-        self._given += 1
+        self._num_read += 1
         record = self._stream.next()
         if not isinstance(record, Record):
             return record

@@ -194,10 +194,10 @@ def open_stream(
         DataError: The source has no readable files, or lacks columns that the recipe requires.
     """
     kind, files = resolve_files(config, storage)
-    own_reader = has_native_reader(kind, files) or kind == "parquet"
+    is_native = has_native_reader(kind, files) or kind == "parquet"
     stream: RecordStream
     if kind != "hub" and Split.of(config).rows is not None:
-        if not own_reader:
+        if not is_native:
             raise ConfigError(
                 f"source {config.path!r}: split = {config.split!r} has a slice, which a stream of "
                 f"{kind} files cannot select; set streaming = false"
@@ -211,7 +211,7 @@ def open_stream(
         stream = JsonLinesStream(files)
     elif kind == "webdataset":
         stream = WebdatasetStream(files, OffsetCache(cache))
-    elif own_reader:
+    elif is_native:
         stream = IndexedStream(open_file_source(config, kind, files, cache))
     else:
         dataset = load_with_datasets(config, kind, files, streaming=True)
@@ -235,7 +235,7 @@ def check_stream(
         DataError: No sample is usable, or too many samples before it are corrupt.
     """
     messages: list[str] = []
-    corrupt = outside = 0
+    corrupt = num_filtered = 0
     filtered: Counter[str] = Counter()
     records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
     for number, record in enumerate(records):
@@ -251,11 +251,11 @@ def check_stream(
             stream.restart(None)
             return
         else:
-            outside += 1
+            num_filtered += 1
         if corrupt > max_corrupt:
             break
-    total = corrupt + outside + filtered.total()
-    parts = [f"{corrupt} are corrupt", f"{outside} are removed by its `filter`"]
+    total = corrupt + num_filtered + filtered.total()
+    parts = [f"{corrupt} are corrupt", f"{num_filtered} are removed by its `filter`"]
     counts = ", ".join([*parts, *describe_filtered(filtered, total)])
     raise no_usable_samples_error(
         name, f"none of its first {total} records are usable: {counts}", messages
@@ -300,7 +300,7 @@ class StreamFeed:
         entry is the current window."""
         self._records: list[tuple[int, Record | CorruptSampleError]] = []
         """Indices and records of the current window, shuffled."""
-        self._given = 0
+        self._num_used = 0
         """Number of records of the current window that were used."""
         self._filtered: Counter[str] = Counter()
         """Number of samples beyond each limit."""
@@ -311,31 +311,31 @@ class StreamFeed:
 
     def samples(self, first: int, count: int) -> SampleArrays:
         """Return the next sample that is not filtered, or the message about a corrupt sample."""
-        while self._given < len(self._records) or self._read_window(first):
-            index, record = self._records[self._given]
-            self._given += 1
+        while self._num_used < len(self._records) or self._read_window(first):
+            index, record = self._records[self._num_used]
+            self._num_used += 1
             sample = measure_record(record, self._reader)
             if isinstance(sample, BeyondLimitError):
                 self._filtered[sample.limit] += 1
             elif isinstance(sample, CorruptSampleError):
                 skipped = [f"{self.options.name}[{index}]: {sample}"]
-                return replace(SampleArrays.of([]), skipped=skipped)
+                return replace(SampleArrays.from_items([]), skipped=skipped)
             elif not self.options.filter.keeps(len(sample.text.ids)):
                 self._filtered["removed by its `filter`"] += 1
             else:
                 self._dropped.update(list(sample.dropped))
                 item = self._item(index, record, sample)
-                return replace(SampleArrays.of([item]), items=[item])
-        return SampleArrays.of([])
+                return replace(SampleArrays.from_items([item]), items=[item])
+        return SampleArrays.from_items([])
 
-    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+    def passes(self, taken: int, unused_epochs_N: Int64s) -> float:
         """Return the number of trained samples, divided by the samples of a pass.
 
         Returns 0 during the first pass, because the length of the stream is unknown.
         """
         if self._pass_samples is None:
             return float(self._epoch)
-        return (taken - len(waiting_epochs_N)) / self._pass_samples
+        return (taken - len(unused_epochs_N)) / self._pass_samples
 
     def item(self, epoch: int, index: int) -> Item:
         """Raise NotImplementedError, because a stream is read once."""
@@ -352,7 +352,7 @@ class StreamFeed:
             self._windows.popleft()
         return {
             "draws": taken,
-            "given": self._given,
+            "given": self._num_used,
             "windows": len(self._windows),
             "oldest": list(self._windows[0]) if self._windows else None,
             "filtered": dict(self._filtered),
@@ -366,7 +366,7 @@ class StreamFeed:
         self._next_index = 0
         self._windows.clear()
         self._records = []
-        self._given = 0
+        self._num_used = 0
         self._filtered = Counter(state.get("filtered"))  # checkpoints of old versions have none
         self._dropped = Counter(state.get("dropped"))
         self._pass_samples = state.get("pass_samples")
@@ -383,7 +383,7 @@ class StreamFeed:
                     sample = measure_record(record, self._reader)
                     if isinstance(sample, MeasuredSample):
                         items.append(self._item(index, record, sample))
-        self._given = state["given"]
+        self._num_used = state["given"]
         return items
 
     def _read_window(self, taken: int) -> bool:
@@ -413,7 +413,7 @@ class StreamFeed:
         self._next_index += len(records)
         order = make_permutation(len(records), self.options, self._epoch, first_index)
         self._records = [records[i] for i in order]
-        self._given = 0
+        self._num_used = 0
         return True
 
     def _item(

@@ -66,7 +66,7 @@ class TarSamples:
 
     Args:
         shards: Uncompressed tar files.
-        left_out: Keys of omitted samples, by shard.
+        omitted_keys: Keys of omitted samples, by shard.
         places: Cache of the offsets.
 
     Raises:
@@ -76,22 +76,24 @@ class TarSamples:
     def __init__(
         self,
         shards: Sequence[AnyFile],
-        left_out: Mapping[AnyFile, Collection[str]] | None = None,
-        places: OffsetCache | None = None,
+        omitted_keys: Mapping[AnyFile, Collection[str]] | None = None,
+        offset_cache: OffsetCache | None = None,
     ) -> None:
-        places = places or OffsetCache(None)
+        offset_cache = offset_cache or OffsetCache(None)
         check_tars(shards)
         self._shards = list(shards)
         starts = []
         for shard in shards:
-            skipped = (left_out or {}).get(shard, ())
+            skipped = (omitted_keys or {}).get(shard, ())
             kind = f"tar {SEARCH_VERSION} without {sorted(skipped)}"
             indexed = None if skipped else _read_energon_index(shard)
             if indexed is None:
-                indexed = places.find(shard, kind, partial(_find_samples, shard, skipped))
+                indexed = offset_cache.get_or_compute(
+                    shard, kind, partial(_find_samples, shard, skipped)
+                )
             starts.append(indexed)
         self._starts, damaged = np.concatenate([np.empty((0, 2), np.int64), *starts]).T
-        self._behind_damage = set(np.flatnonzero(damaged).tolist())
+        self._after_corruption = set(np.flatnonzero(damaged).tolist())
         self._ends = np.cumsum([len(each) for each in starts])
 
     def __len__(self) -> int:
@@ -106,18 +108,18 @@ class TarSamples:
         """
         shard = self.shard_of(index)
         start = int(self._starts[index])
-        place = f"{shard}, sample at byte {start}"
-        if index in self._behind_damage:
+        location = f"{shard}, sample at byte {start}"
+        if index in self._after_corruption:
             raise CorruptSampleError(
-                f"{place}: its first members may be in the corrupt range before it"
+                f"{location}: its first members may be in the corrupt range before it"
             )
         try:
             with open_regular(shard) as stream:
                 return self._read(shard, stream, start)
         except OSError as error:
-            raise CorruptSampleError(f"{place}: {error.strerror}") from error
+            raise CorruptSampleError(f"{location}: {error.strerror}") from error
         except (tarfile.TarError, ValueError) as error:
-            raise CorruptSampleError(f"{place}: {error}") from error
+            raise CorruptSampleError(f"{location}: {error}") from error
 
     def shard_of(self, index: int) -> AnyFile:
         """Return the shard of a sample."""
@@ -152,9 +154,9 @@ class WebdatasetSource:
     """
 
     def __init__(
-        self, shards: Sequence[AnyFile], fingerprint: str, places: OffsetCache | None = None
+        self, shards: Sequence[AnyFile], fingerprint: str, offset_cache: OffsetCache | None = None
     ) -> None:
-        self._samples = TarSamples(shards, places=places)
+        self._samples = TarSamples(shards, offset_cache=offset_cache)
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
@@ -173,10 +175,10 @@ class WebdatasetSource:
 class WebdatasetStream:
     """Stream of the samples of shards. The headers of a shard are read when it is reached."""
 
-    def __init__(self, shards: Sequence[AnyFile], places: OffsetCache | None = None) -> None:
+    def __init__(self, shards: Sequence[AnyFile], offset_cache: OffsetCache | None = None) -> None:
         check_tars(shards)
         self._shards = list(shards)
-        self._places = places
+        self._offset_cache = offset_cache
         self.restart(None)
 
     def restart(self, position: Any) -> None:
@@ -200,7 +202,7 @@ class WebdatasetStream:
         """Return the next record, the error if it is corrupt, or None at the end."""
         while self._shard < len(self._shards):
             if self._opened is None:
-                self._opened = WebdatasetSource([self._shards[self._shard]], "", self._places)
+                self._opened = WebdatasetSource([self._shards[self._shard]], "", self._offset_cache)
             if self._next < len(self._opened):
                 self._next += 1
                 try:

@@ -67,26 +67,30 @@ class TextFile:
         places: Cache of the offsets of remote files.
     """
 
-    unit = "line"
+    record_name = "line"
     """Name of a record in messages."""
 
-    def __init__(self, path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> None:
+    def __init__(
+        self, path: AnyFile, content: AnyFile, offset_cache: OffsetCache | None = None
+    ) -> None:
         self.path = path
         self._content = content
-        is_remote = places is not None and isinstance(content, RemoteFile)
-        cache = places if places is not None and is_remote else OffsetCache(None)
-        spans_N3 = cache.find(content, f"{type(self).__name__} {SEARCH_VERSION}", self._search)
+        is_remote = offset_cache is not None and isinstance(content, RemoteFile)
+        cache = offset_cache if offset_cache is not None and is_remote else OffsetCache(None)
+        spans_N3 = cache.get_or_compute(
+            content, f"{type(self).__name__} {SEARCH_VERSION}", self._search
+        )
         self._starts = np.ascontiguousarray(spans_N3[:, 0])
         self._sizes = spans_N3[:, 1].astype(np.uint32)
         # Line minus record number, which is constant in most files.
-        self._before = np.ascontiguousarray(spans_N3[:, 2])
-        if len(self._before) and (self._before == self._before[0]).all():
-            self._before = self._before[:1]
+        self._line_offsets = np.ascontiguousarray(spans_N3[:, 2])
+        if len(self._line_offsets) and (self._line_offsets == self._line_offsets[0]).all():
+            self._line_offsets = self._line_offsets[:1]
 
     def _search(self) -> np.ndarray:
         """Return (N, 3), int64: offset, size, and line minus record number of each record."""
         spans = array("q")
-        for number, (start, size, line) in enumerate(self._spans()):
+        for number, (start, size, line) in enumerate(self._find_records()):
             spans.extend((start, min(size, 2**32 - 1), line - number))
         return np.asarray(spans, np.int64).reshape(-1, 3)
 
@@ -99,11 +103,11 @@ class TextFile:
         Raises:
             CorruptSampleError: The record is too long or malformed, or the file cannot be read.
         """
-        before = int(self._before[number if len(self._before) > 1 else 0])
+        before = int(self._line_offsets[number if len(self._line_offsets) > 1 else 0])
         where = self.where(before + number)
         size = int(self._sizes[number])
         if size > MAX_RECORD_BYTES:
-            raise record_too_long(where, self.unit, size)
+            raise record_too_long(where, self.record_name, size)
         try:
             with open_regular(self._content) as stream:
                 stream.seek(int(self._starts[number]))
@@ -118,7 +122,7 @@ class TextFile:
         """Return the location of a record, for messages."""
         return f"{self.path}:{line}"
 
-    def _spans(self) -> Iterator[RecordSpan]:
+    def _find_records(self) -> Iterator[RecordSpan]:
         raise NotImplementedError
 
     def _parse(self, data: bytes, where: str) -> dict[str, Any]:
@@ -128,17 +132,17 @@ class TextFile:
 class JsonLines(TextFile):
     """JSON Lines file, with one object per line."""
 
-    def _spans(self) -> Iterator[RecordSpan]:
+    def _find_records(self) -> Iterator[RecordSpan]:
         start = 0
         line = 1
         with open_regular(self._content) as stream:
             while piece := stream.readline(_CHUNK_BYTES):
-                blank = piece.isspace()
+                is_blank = piece.isspace()
                 size = len(piece)
                 while not piece.endswith(b"\n") and (piece := stream.readline(_CHUNK_BYTES)):
-                    blank = blank and piece.isspace()
+                    is_blank = is_blank and piece.isspace()
                     size += len(piece)
-                if not blank:
+                if not is_blank:
                     yield RecordSpan(start, size, line)
                 start += size
                 line += 1
@@ -147,13 +151,13 @@ class JsonLines(TextFile):
 class JsonArray(TextFile):
     """JSON file with one array of objects. Other content between objects is a corrupt record."""
 
-    unit = "element"
+    record_name = "element"
 
     def where(self, line: int) -> str:
         """Return the location of an element, for messages."""
         return f"{self.path} element {line}"
 
-    def _spans(self) -> Iterator[RecordSpan]:
+    def _find_records(self) -> Iterator[RecordSpan]:
         with _map_file(self._content) as text:
             for number, (start, end) in enumerate(self._elements(text), 1):
                 yield RecordSpan(start, end - start, number)
@@ -196,28 +200,32 @@ class JsonArray(TextFile):
 class CsvFile(TextFile):
     """CSV or TSV file with column names in the first row. Empty values are missing values."""
 
-    unit = "row"
+    record_name = "row"
 
-    def __init__(self, path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> None:
+    def __init__(
+        self, path: AnyFile, content: AnyFile, offset_cache: OffsetCache | None = None
+    ) -> None:
         with open_regular(content) as stream:
             head = stream.readline(_CHUNK_BYTES)
         tabs = b"\t" in head and b"," not in head
         semicolons = b";" in head and b"," not in head
         self._delimiter = "\t" if tabs else ";" if semicolons else ","
-        super().__init__(path, content, places)
+        super().__init__(path, content, offset_cache)
         if not len(self):
             raise DataError(f"{path} is empty; its first row must contain the column names")
         self._header = self._fields(self._read_header(), self.where(1))
         self._starts = self._starts[1:]
         self._sizes = self._sizes[1:]
-        self._before = (self._before if len(self._before) == 1 else self._before[1:]) + 1
+        self._line_offsets = (
+            self._line_offsets if len(self._line_offsets) == 1 else self._line_offsets[1:]
+        ) + 1
 
     def _read_header(self) -> bytes:
         with open_regular(self._content) as stream:
             data = stream.read(min(int(self._sizes[0]), MAX_RECORD_BYTES))
         return data.removeprefix(_BYTE_ORDER_MARK)
 
-    def _spans(self) -> Iterator[RecordSpan]:
+    def _find_records(self) -> Iterator[RecordSpan]:
         delimiter = self._delimiter.encode()
         # A quote is special at the start of a field. An unterminated quote extends to the end.
         field = rb'(?:"[^"]*+(?:""[^"]*+)*+"?)?+[^' + delimiter + rb"\r\n]*+"
@@ -226,8 +234,8 @@ class CsvFile(TextFile):
         with _map_file(self._content) as text:
             for match in row.finditer(text):
                 start, end = match.span()
-                lines, blank = _scan_range(text, start, end)
-                if not blank:
+                lines, is_blank = _scan_range(text, start, end)
+                if not is_blank:
                     yield RecordSpan(start, end - start, line)
                 line += lines
 
@@ -275,9 +283,9 @@ def record_root(path: AnyFile) -> Root:
     return path.parent if isinstance(path, RemoteFile) else str(path.parent)
 
 
-def open_json(path: AnyFile, content: AnyFile, places: OffsetCache | None = None) -> TextFile:
+def open_json(path: AnyFile, content: AnyFile, offset_cache: OffsetCache | None = None) -> TextFile:
     """Open a JSON file as an array if it starts with one, else as JSON Lines."""
-    return (JsonArray if is_array(content) else JsonLines)(path, content, places)
+    return (JsonArray if is_array(content) else JsonLines)(path, content, offset_cache)
 
 
 def is_array(content: AnyFile) -> bool:
@@ -303,10 +311,10 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     return columns
 
 
-def record_too_long(where: str, unit: str, size: int) -> CorruptSampleError:
+def record_too_long(where: str, record_name: str, size: int) -> CorruptSampleError:
     """Return the error for a record longer than MAX_RECORD_BYTES."""
     return CorruptSampleError(
-        f"{where}: {unit} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
+        f"{where}: {record_name} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
         "split it, or store large content in separate files"
     )
 
@@ -320,12 +328,12 @@ def _gap(text: bytes | mmap.mmap, start: int, end: int) -> Iterator[tuple[int, i
 def _scan_range(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
     """Return the number of line breaks in a range, and whether it is blank."""
     breaks = 0
-    blank = True
+    is_blank = True
     for at in range(start, end, _CHUNK_BYTES):
         piece = text[at : min(end, at + _CHUNK_BYTES)]
         breaks += piece.count(b"\n") or piece.count(b"\r")
-        blank = blank and not piece.strip(b" \r\n")
-    return breaks, blank
+        is_blank = is_blank and not piece.strip(b" \r\n")
+    return breaks, is_blank
 
 
 @contextmanager

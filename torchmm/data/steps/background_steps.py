@@ -51,7 +51,7 @@ class _RankStepHandler:
         if step is None:
             return END
         rank = self._position.rank
-        local = {n for packs in step.places_RMB[rank].tolist() for n in packs}
+        local = {n for packs in step.sequences_RMB[rank].tolist() for n in packs}
         encoded = None if step.encoded is None else partial(_return_images, step.encoded(rank))
         return replace(step, pack={n: step.pack(n) for n in local}.__getitem__, encoded=encoded)
 

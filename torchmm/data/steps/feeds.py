@@ -72,36 +72,36 @@ class SampleArrays:
         sizes = self.tokens_N, self.tiles_N, self.patches_N
         return self.feeds_N, self.epochs_N, self.indices_N, *sizes
 
-    def part(self, wanted: slice | np.ndarray) -> SampleArrays:
+    def select(self, indices: slice | np.ndarray) -> SampleArrays:
         """Return the samples of a slice or of an index array."""
-        return SampleArrays.made_of([column[wanted] for column in self.columns])
+        return SampleArrays.from_columns([column[indices] for column in self.columns])
 
-    def names(self) -> list[tuple[int, int, int]]:
+    def sample_keys(self) -> list[tuple[int, int, int]]:
         """Return feed, epoch and index of each sample."""
         return list(zip(*(column.tolist() for column in self.columns[:3]), strict=True))
 
     @classmethod
-    def made_of(cls, columns: Sequence[Int64s], skipped: Sequence[str] = ()) -> SampleArrays:
+    def from_columns(cls, columns: Sequence[Int64s], skipped: Sequence[str] = ()) -> SampleArrays:
         """Create an object from arrays in the order of `columns`."""
         feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N = columns
         return cls(feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N, skipped)
 
     @classmethod
-    def of(cls, items: Sequence[Item]) -> SampleArrays:
+    def from_items(cls, items: Sequence[Item]) -> SampleArrays:
         """Create an object from sample objects."""
         metas = [item.meta for item in items]
         rows = [
             (item.feed, item.epoch, meta.index, meta.tokens, meta.tiles, meta.patches)
             for item, meta in zip(items, metas, strict=True)
         ]
-        return cls.made_of(list(np.array(rows, np.int64).reshape(-1, NUM_COLUMNS).T))
+        return cls.from_columns(list(np.array(rows, np.int64).reshape(-1, NUM_COLUMNS).T))
 
 
 def concat_samples(parts: Sequence[SampleArrays]) -> SampleArrays:
     """Concatenate samples."""
     empty = np.zeros((NUM_COLUMNS, 0), np.int64)
     columns = zip(empty, *(part.columns for part in parts), strict=True)
-    return SampleArrays.made_of([np.concatenate(arrays) for arrays in columns])
+    return SampleArrays.from_columns([np.concatenate(arrays) for arrays in columns])
 
 
 @dataclass
@@ -115,9 +115,9 @@ class FeedOptions:
     one_epoch: bool
     filter: LengthFilter = field(default_factory=LengthFilter)
     """Limits on the number of tokens of used samples."""
-    counts_tiles: bool = False
+    needs_tiles: bool = False
     """Whether packing requires the number of images and tiles."""
-    counts_patches: bool = False
+    needs_patches: bool = False
     """Whether packing requires the number of patches."""
 
 
@@ -142,12 +142,12 @@ class Feed(Protocol):
         """
         ...
 
-    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+    def passes(self, taken: int, unused_epochs_N: Int64s) -> float:
         """Return the number of passes over the source that the run has trained on.
 
         Args:
             taken: Number of samples taken from the feed.
-            waiting_epochs_N: Epochs of taken samples that no step has used yet.
+            unused_epochs_N: Epochs of taken samples that no step has used yet.
         """
         ...
 
@@ -224,16 +224,16 @@ class IndexFeed:
         self.options = options
         self._index = index
         self._encoders = encoders
-        self._usable_S = index.usable(options.filter)
+        self._usable_S = index.count_usable(options.filter)
         self.size: int | None = int(self._usable_S.sum())
         self._samples = self.size
-        self._current: _Epoch | None = None
+        self._current_epoch: _Epoch | None = None
         self._block: _Block | None = None
         self._reported = False
 
-    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+    def passes(self, taken: int, unused_epochs_N: Int64s) -> float:
         """Return the number of trained samples, divided by the number of usable samples."""
-        return (taken - len(waiting_epochs_N)) / self._samples
+        return (taken - len(unused_epochs_N)) / self._samples
 
     def samples(self, first: int, count: int) -> SampleArrays:
         """Return samples `first`, `first` + 1, ..., with random access."""
@@ -241,7 +241,7 @@ class IndexFeed:
             count = min(count, self._samples - first)
         parts = []
         while count > 0:
-            parts.append(self._of_block(*divmod(first, self._samples), count))
+            parts.append(self._samples_of_block(*divmod(first, self._samples), count))
             first += len(parts[-1])
             count -= len(parts[-1])
         skipped = []
@@ -272,32 +272,32 @@ class IndexFeed:
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Return all needed samples that the index still has."""
         self._reported = state["draws"] > 0
-        return [self.item(epoch, index) for epoch, index in needed if self._index.has(index)]
+        return [self.item(epoch, index) for epoch, index in needed if self._index.is_usable(index)]
 
-    def _of_block(self, epoch: int, position: int, count: int) -> SampleArrays:
+    def _samples_of_block(self, epoch: int, position: int, count: int) -> SampleArrays:
         """Return at most `count` samples of one block, starting at a position of an epoch."""
         order = self._epoch(epoch)
         number = int(np.searchsorted(order.starts_B1, position, side="right")) - 1
         start, stop = order.starts_B1[number : number + 2].tolist()
         block = self._load(order, number)
-        places_N = np.arange(position - start, min(position + count, stop) - start)
+        positions_N = np.arange(position - start, min(position + count, stop) - start)
         if self.options.shuffle:
             key = hash_integers(self.options.seed, self.options.feed, epoch, number + 1)
-            places_N = permute_indices(places_N, stop - start, key)
-        shards_N = np.searchsorted(block.ends_S, places_N, side="right")
-        offsets_N = places_N if block.offsets_N is None else block.offsets_N[places_N]
-        none_N = np.zeros(len(places_N), np.int64)
+            positions_N = permute_indices(positions_N, stop - start, key)
+        shards_N = np.searchsorted(block.ends_S, positions_N, side="right")
+        offsets_N = positions_N if block.offsets_N is None else block.offsets_N[positions_N]
+        none_N = np.zeros(len(positions_N), np.int64)
         return SampleArrays(
-            np.full(len(places_N), self.options.feed),
-            np.full(len(places_N), epoch),
+            np.full(len(positions_N), self.options.feed),
+            np.full(len(positions_N), epoch),
             block.shifts_S[shards_N] + offsets_N,
-            block.tokens_N[places_N].astype(np.int64),
-            none_N if block.tiles_N is None else block.tiles_N[places_N].astype(np.int64),
-            none_N if block.patches_N is None else block.patches_N[places_N],
+            block.tokens_N[positions_N].astype(np.int64),
+            none_N if block.tiles_N is None else block.tiles_N[positions_N].astype(np.int64),
+            none_N if block.patches_N is None else block.patches_N[positions_N],
         )
 
     def _epoch(self, number: int) -> _Epoch:
-        if self._current is None or self._current.number != number:
+        if self._current_epoch is None or self._current_epoch.number != number:
             shards_S = make_permutation(len(self._usable_S), self.options, number, 0)
             ends_S = np.cumsum(self._usable_S[shards_S])
             # Blocks consist of complete shards. The last block includes the remainder.
@@ -308,8 +308,8 @@ class IndexFeed:
             if start < self._samples:
                 firsts.append(len(shards_S))
             starts = [0, *(int(ends_S[first - 1]) for first in firsts[1:])]
-            self._current = _Epoch(number, shards_S, np.array(firsts), np.array(starts))
-        return self._current
+            self._current_epoch = _Epoch(number, shards_S, np.array(firsts), np.array(starts))
+        return self._current_epoch
 
     def _load(self, order: _Epoch, number: int) -> _Block:
         """Return the sizes of the samples of a block. Only the last block is cached."""
@@ -320,23 +320,23 @@ class IndexFeed:
         usable_S = self._usable_S[shards_S]
         ends_S = np.cumsum(usable_S)
         starts_S = self._index.firsts_S[shards_S]
-        whole = bool((usable_S == self._index.samples_S[shards_S]).all())
+        uses_all_samples = bool((usable_S == self._index.samples_S[shards_S]).all())
         tokens, tiles, patches, offsets = [], [], [], []
         for shard in shards_S.tolist():
             sizes = self._index.sizes(shard)
-            if not whole:
-                offsets.append(sizes.kept_by(self.options.filter).astype(np.uint32))
-            chosen: Any = slice(None) if whole else offsets[-1]
-            tokens.append(sizes.tokens_N[chosen])
-            if self.options.counts_tiles:
-                tiles.append(sizes.tiles_N()[chosen])
-            if self.options.counts_patches:
-                patches.append(sizes.patches_N()[chosen])
+            if not uses_all_samples:
+                offsets.append(sizes.select_indices(self.options.filter).astype(np.uint32))
+            selection: Any = slice(None) if uses_all_samples else offsets[-1]
+            tokens.append(sizes.tokens_N[selection])
+            if self.options.needs_tiles:
+                tiles.append(sizes.tiles_N()[selection])
+            if self.options.needs_patches:
+                patches.append(sizes.patches_N()[selection])
         self._block = _Block(
             (order.number, number),
             ends_S,
-            starts_S - (ends_S - usable_S if whole else 0),
-            None if whole else np.concatenate(offsets),
+            starts_S - (ends_S - usable_S if uses_all_samples else 0),
+            None if uses_all_samples else np.concatenate(offsets),
             np.concatenate(tokens),
             np.concatenate(tiles) if tiles else None,
             np.concatenate(patches) if patches else None,
@@ -357,10 +357,10 @@ def make_permutation(count: int, options: FeedOptions, *key: int) -> Int64s:
     Returns:
         (N,), int64. Ascending without shuffling.
     """
-    places_N = np.arange(count)
+    positions_N = np.arange(count)
     if not options.shuffle or not count:
-        return places_N
-    return permute_indices(places_N, count, hash_integers(options.seed, options.feed, *key))
+        return positions_N
+    return permute_indices(positions_N, count, hash_integers(options.seed, options.feed, *key))
 
 
 class MixtureStage(NamedTuple):
@@ -389,40 +389,43 @@ class Mixture:
         """Value of `taken` at the last change of weights or sources."""
         self._stage = 0
         self._ended: set[int] = set()
-        self._ahead: SampleArrays | None = None
-        self._count = HALF_FIRST_REQUEST
+        self._peeked: SampleArrays | None = None
+        self._request_size = HALF_FIRST_REQUEST
 
-    def draw(self) -> SampleArrays | None:
+    def peek(self) -> SampleArrays | None:
         """Return the next samples without taking them, or None at the end of all feeds.
 
         The result has at least one sample or one skipped sample.
         """
-        if self._ahead is not None and len(self._ahead):
-            return self._ahead
-        while alive := self._alive():
-            if not any(self.feeds[feed].sequential for feed in alive):
-                self._ahead = self._draw_many(alive)
-                return self._ahead
-            feed = int(self._turns(alive, 1)[0])
-            drawn = self.feeds[feed].samples(self.taken[feed], 1)
-            if not len(drawn) and not drawn.skipped:
+        if self._peeked is not None and len(self._peeked):
+            return self._peeked
+        while active := self._active_feeds():
+            if not any(self.feeds[feed].sequential for feed in active):
+                self._peeked = self._peek_many(active)
+                return self._peeked
+            feed = int(self._schedule(active, 1)[0])
+            samples_of_feed = self.feeds[feed].samples(self.taken[feed], 1)
+            if not len(samples_of_feed) and not samples_of_feed.skipped:
                 self._ended.add(feed)
                 continue
-            if not len(drawn):  # A skipped sample is not returned again.
+            if not len(samples_of_feed):  # A skipped sample is not returned again.
                 self.taken[feed] += 1
-            self._ahead = drawn
-            return drawn
+            self._peeked = samples_of_feed
+            return samples_of_feed
         return None
 
     def take(self, count: int) -> SampleArrays:
-        """Take and return the next samples. `draw` must have returned them before."""
-        assert self._ahead is not None and count <= len(self._ahead)
-        taken, self._ahead = self._ahead.part(slice(count)), self._ahead.part(slice(count, None))
+        """Take and return the next samples. `peek` must have returned them before."""
+        assert self._peeked is not None and count <= len(self._peeked)
+        taken, self._peeked = (
+            self._peeked.select(slice(count)),
+            self._peeked.select(slice(count, None)),
+        )
         for feed, number in enumerate(np.bincount(taken.feeds_N).tolist()):
             self.taken[feed] += number
         return taken
 
-    def epoch(self, waiting: SampleArrays) -> float:
+    def epoch(self, unused: SampleArrays) -> float:
         """Return the number of passes over the current source with the fewest passes.
 
         Args:
@@ -431,7 +434,7 @@ class Mixture:
         """
         weights = self.stages[self._stage].weights
         return min(
-            feed.passes(taken, waiting.epochs_N[waiting.feeds_N == number])
+            feed.passes(taken, unused.epochs_N[unused.feeds_N == number])
             for number, (feed, taken) in enumerate(zip(self.feeds, self.taken, strict=True))
             if weights[number]
         )
@@ -444,59 +447,59 @@ class Mixture:
         stage = next(ends)
         if stage != self._stage:
             self._stage = stage
-            self.forget_the_past()
+            self.restart_strides()
 
-    def forget_the_past(self) -> None:
+    def restart_strides(self) -> None:
         """Restart stride scheduling at the current position.
 
         Otherwise, feeds with a higher weight than before would catch up first.
         """
         self.bases = list(self.taken)
-        self._ahead = None
+        self._peeked = None
 
-    def _alive(self) -> list[int]:
+    def _active_feeds(self) -> list[int]:
         weights = self.stages[self._stage].weights
         return [
             number
             for number in range(len(self.feeds))
-            if weights[number] and number not in self._ended and self._left(number) > 0
+            if weights[number] and number not in self._ended and self._remaining(number) > 0
         ]
 
-    def _left(self, number: int) -> float:
+    def _remaining(self, number: int) -> float:
         """Return the number of samples until the end of a feed. Infinite if there is no end."""
         feed = self.feeds[number]
         if not feed.options.one_epoch or feed.size is None:
             return np.inf
         return feed.size - self.taken[number]
 
-    def _draw_many(self, alive: Sequence[int]) -> SampleArrays:
-        self._count = min(2 * self._count, MAX_REQUEST_SAMPLES)
-        feeds_N = self._turns(alive, self._count)
+    def _peek_many(self, active: Sequence[int]) -> SampleArrays:
+        self._request_size = min(2 * self._request_size, MAX_REQUEST_SAMPLES)
+        feeds_N = self._schedule(active, self._request_size)
         arrays = [np.empty(len(feeds_N), np.int64) for _ in range(NUM_COLUMNS)]
         skipped: list[str] = []
-        for feed in alive:
+        for feed in active:
             indices = np.flatnonzero(feeds_N == feed)
-            drawn = self.feeds[feed].samples(self.taken[feed], len(indices))
-            for array, of_feed in zip(arrays, drawn.columns, strict=True):
+            samples_of_feed = self.feeds[feed].samples(self.taken[feed], len(indices))
+            for array, of_feed in zip(arrays, samples_of_feed.columns, strict=True):
                 array[indices] = of_feed
-            skipped += drawn.skipped
-        return SampleArrays.made_of(arrays, skipped)
+            skipped += samples_of_feed.skipped
+        return SampleArrays.from_columns(arrays, skipped)
 
-    def _turns(self, alive: Sequence[int], count: int) -> Int64s:
+    def _schedule(self, active: Sequence[int], count: int) -> Int64s:
         """Return the feed of each of the next samples, at most `count`."""
         weights = self.stages[self._stage].weights
-        left = [self._left(feed) for feed in alive]
-        turns_N = _stride(
-            np.array([self.taken[feed] - self.bases[feed] for feed in alive], np.int64),
-            np.array([weights[feed] for feed in alive], np.float64),
-            np.array([min(count, n) for n in left], np.int64),
-            int(min(count, sum(left))),
+        remaining = [self._remaining(feed) for feed in active]
+        order_N = _stride(
+            np.array([self.taken[feed] - self.bases[feed] for feed in active], np.int64),
+            np.array([weights[feed] for feed in active], np.float64),
+            np.array([min(count, n) for n in remaining], np.int64),
+            int(min(count, sum(remaining))),
         )
-        return np.asarray(alive)[turns_N]
+        return np.asarray(active)[order_N]
 
 
 @compile_kernel
-def _stride(taken_F: Int64s, weights_F: np.ndarray, left_F: Int64s, count: int) -> Int64s:
+def _stride(taken_F: Int64s, weights_F: np.ndarray, remaining_F: Int64s, count: int) -> Int64s:
     """Return the feeds of the next `count` samples by stride scheduling.
 
     Keys start at 1 / w instead of 0, so that the first sample of a feed with a low weight is not at
@@ -505,19 +508,19 @@ def _stride(taken_F: Int64s, weights_F: np.ndarray, left_F: Int64s, count: int) 
     Args:
         taken_F: Number of samples already taken from each feed.
         weights_F: Weight of each feed.
-        left_F: Number of samples until the end of each feed.
+        remaining_F: Number of samples until the end of each feed.
         count: Number of samples to return.
     """
     feeds = len(taken_F)
-    given_F = np.zeros(feeds, np.int64)
-    places_F = (taken_F + 1) / weights_F
-    turns_N = np.empty(count, np.int64)
+    used_F = np.zeros(feeds, np.int64)
+    keys_F = (taken_F + 1) / weights_F
+    order_N = np.empty(count, np.int64)
     for i in range(count):
         best = -1
         for feed in range(feeds):
-            if given_F[feed] < left_F[feed] and (best < 0 or places_F[feed] < places_F[best]):
+            if used_F[feed] < remaining_F[feed] and (best < 0 or keys_F[feed] < keys_F[best]):
                 best = feed
-        turns_N[i] = best
-        given_F[best] += 1
-        places_F[best] = (taken_F[best] + given_F[best] + 1) / weights_F[best]
-    return turns_N
+        order_N[i] = best
+        used_F[best] += 1
+        keys_F[best] = (taken_F[best] + used_F[best] + 1) / weights_F[best]
+    return order_N

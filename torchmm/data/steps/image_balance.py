@@ -54,23 +54,23 @@ def balance_images(step: PlannedStep, balance: ImageBalancer) -> PlannedStep:
     sizes = packs.image_sizes(packs.samples, balance.names)
     samples_P = np.diff(packs.starts_P1)
     microbatches = []
-    for places_RB in step.places_RMB.swapaxes(0, 1):
-        samples_R = samples_P[places_RB].sum(1)
-        places = places_RB.reshape(-1)
-        samples = consecutive(packs.starts_P1[places], samples_P[places])
+    for sequences_RB in step.sequences_RMB.swapaxes(0, 1):
+        samples_R = samples_P[sequences_RB].sum(1)
+        sequences = sequences_RB.reshape(-1)
+        samples = consecutive(packs.starts_P1[sequences], samples_P[sequences])
         homes_S = np.repeat(np.arange(len(samples_R)), samples_R)
         images = assign_images(sizes.part(samples), homes_S, balance, len(samples_R))
         microbatches.append((samples, images))
 
     def items_of(samples: Int64s) -> Callable[[Int64s], PackItems]:
-        return lambda chosen: packs.items(samples[chosen])
+        return lambda selected: packs.items(samples[selected])
 
     def encoded(rank: int) -> list[RankImages]:
         return [images.of_rank(rank, items_of(samples)) for samples, images in microbatches]
 
     before, after, mean = np.sum([images.owners[1:] for _, images in microbatches], axis=0)
-    figures = Imbalance(before / mean, after / mean).figures("image") if mean else {}
-    return replace(step, encoded=cache(encoded), imbalance={**step.imbalance, **figures})
+    metrics = Imbalance(before / mean, after / mean).figures("image") if mean else {}
+    return replace(step, encoded=cache(encoded), imbalance={**step.imbalance, **metrics})
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class AssignedImages:
         owners_I = self.owners.owners_I
         is_read_I = owners_I == rank
         samples_I = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
-        chosen = np.unique(samples_I[is_read_I])
-        stops = np.cumsum(self.counts_S[chosen]).tolist()
-        flags_I = is_read_I[np.isin(samples_I, chosen)].tolist()
+        selected = np.unique(samples_I[is_read_I])
+        stops = np.cumsum(self.counts_S[selected]).tolist()
+        flags_I = is_read_I[np.isin(samples_I, selected)].tolist()
         flags = [flags_I[start:stop] for start, stop in pairwise([0, *stops])]
         is_local_I = self.homes_I == rank
         read_for, read_by = {}, {}
@@ -112,7 +112,7 @@ class AssignedImages:
             read_for[name] = self.homes_I[is_read_I & of_module_I].tolist()
             read_by[name] = owners_I[is_local_I & of_module_I].tolist()
         samples = []
-        for item, is_read in zip(items(chosen), flags, strict=True):
+        for item, is_read in zip(items(selected), flags, strict=True):
             images = len(item.meta.images)
             samples.append(AssignedSample(item, is_read[:images], is_read[images:]))
         return RankImages(samples, read_for, read_by)

@@ -74,28 +74,30 @@ class BestFitPacker(PackerBase):
         return self._open_4O[3, : self._open_count].tolist()
 
     def add(
-        self, tokens_N: Int64s, tiles_N: Int64s, wanted: int | None = None, now: int = 0
+        self, tokens_N: Int64s, tiles_N: Int64s, max_closed: int | None = None, now: int = 0
     ) -> Int64s:
         """Pack samples in order, and return the sequence number of each packed sample.
 
         Args:
             tokens_N: Number of tokens of each sample, from 1 to `sequence_length`.
             tiles_N: Number of images and tiles of each sample.
-            wanted: Number of closed sequences at which to stop. None to pack all samples.
+            max_closed: Number of closed sequences at which to stop. None to pack all samples.
             now: Opening time of new sequences, for `close_older`.
         """
-        room = 2 * len(tokens_N) if wanted is None else max(0, wanted - len(self.closed))
+        remaining = (
+            2 * len(tokens_N) if max_closed is None else max(0, max_closed - len(self.closed))
+        )
         packs_N = np.empty(len(tokens_N), np.int64)
-        closed_C = np.empty(room + 2, np.int64)  # one sample closes at most two
-        limits_4 = np.array([self.sequence_length, self.max_tiles, room, now])
+        closed_C = np.empty(remaining + 2, np.int64)  # one sample closes at most two
+        limits_4 = np.array([self.sequence_length, self.max_tiles, remaining, now])
         counts_2 = np.array([self._open_count, self.next])
         sizes_2N = np.array([tokens_N, tiles_N], np.int64)
-        placed, closed = _pack_samples(
+        num_packed, closed = _pack_samples(
             sizes_2N, limits_4, self._open_4O, counts_2, packs_N, closed_C
         )
         self._open_count, self.next = counts_2.tolist()
         self.closed.extend(closed_C[:closed].tolist())
-        return packs_N[:placed]
+        return packs_N[:num_packed]
 
     def restore(self, tokens: int, tiles: int, opened_at: int) -> int:
         """Open a sequence with a number of used tokens and tiles, and return its number."""
@@ -148,28 +150,28 @@ def pack_all(
     return [chosen[start:stop].tolist() for start, stop in pairwise(starts)]
 
 
-def group_by_sequence(packs_N: Int64s, wanted: Int64s) -> tuple[Int64s, Int64s]:
+def group_by_sequence(packs_N: Int64s, sequences_P: Int64s) -> tuple[Int64s, Int64s]:
     """Return the samples of some sequences.
 
     Args:
         packs_N: Sequence number of each sample.
-        wanted: (P,), sequence numbers in any order.
+        sequences_P: (P,), sequence numbers in any order.
 
     Returns:
-        Indices into `packs_N`, grouped by the sequences in `wanted` and ascending in each. And
+        Indices into `packs_N`, grouped by the sequences in `sequences_P` and ascending in each. And
         (P + 1,), the start of each group, followed by the end of the last group.
     """
-    if not len(packs_N) or not len(wanted):
-        return np.zeros(0, np.int64), np.zeros(len(wanted) + 1, np.int64)
-    first = min(int(packs_N.min()), int(wanted.min()))
-    places = np.full(max(int(packs_N.max()), int(wanted.max())) - first + 1, -1, np.int64)
-    places[wanted - first] = np.arange(len(wanted))
-    return _group_indices(places[packs_N - first], len(wanted))
+    if not len(packs_N) or not len(sequences_P):
+        return np.zeros(0, np.int64), np.zeros(len(sequences_P) + 1, np.int64)
+    first = min(int(packs_N.min()), int(sequences_P.min()))
+    places = np.full(max(int(packs_N.max()), int(sequences_P.max())) - first + 1, -1, np.int64)
+    places[sequences_P - first] = np.arange(len(sequences_P))
+    return _group_indices(places[packs_N - first], len(sequences_P))
 
 
 @compile_kernel
-def _remove_open(open_4O: Int64s, which: int, open_count: int) -> None:
-    for i in range(which, open_count - 1):
+def _remove_open(open_4O: Int64s, index: int, open_count: int) -> None:
+    for i in range(index, open_count - 1):
         for row in range(4):
             open_4O[row, i] = open_4O[row, i + 1]
 
@@ -193,18 +195,18 @@ def _pack_samples(
         packs_N: Output for the sequence number of each packed sample.
         closed_C: Output for the numbers of closed sequences.
     """
-    length, max_tiles, wanted, now = limits_4
+    length, max_tiles, max_closed, now = limits_4
     open_count, next_pack = counts_2
     max_open = open_4O.shape[1]
     closed = 0
-    placed = 0
-    while placed < sizes_2N.shape[1] and closed < wanted:
-        tokens, tiles = sizes_2N[:, placed]
-        best, fullest = -1, 0
+    num_packed = 0
+    while num_packed < sizes_2N.shape[1] and closed < max_closed:
+        tokens, tiles = sizes_2N[:, num_packed]
+        best, least_free = -1, 0
         for i in range(open_count):
             free = open_4O[1, i]
-            if free < open_4O[1, fullest]:
-                fullest = i
+            if free < open_4O[1, least_free]:
+                least_free = i
             if free < tokens or (best >= 0 and free >= open_4O[1, best]):
                 continue
             shares_tiles = tiles > 0 and open_4O[2, i] > 0
@@ -212,17 +214,17 @@ def _pack_samples(
                 best = i
         if best < 0:
             if open_count == max_open:
-                closed_C[closed] = open_4O[0, fullest]
+                closed_C[closed] = open_4O[0, least_free]
                 closed += 1
-                _remove_open(open_4O, fullest, open_count)
+                _remove_open(open_4O, least_free, open_count)
                 open_count -= 1
             best = open_count
             open_4O[0, best], open_4O[1, best] = next_pack, length
             open_4O[2, best], open_4O[3, best] = 0, now
             open_count += 1
             next_pack += 1
-        packs_N[placed] = open_4O[0, best]
-        placed += 1
+        packs_N[num_packed] = open_4O[0, best]
+        num_packed += 1
         open_4O[1, best] -= tokens
         open_4O[2, best] += tiles
         if open_4O[1, best] == 0:
@@ -231,7 +233,7 @@ def _pack_samples(
             _remove_open(open_4O, best, open_count)
             open_count -= 1
     counts_2[0], counts_2[1] = open_count, next_pack
-    return placed, closed
+    return num_packed, closed
 
 
 @compile_kernel

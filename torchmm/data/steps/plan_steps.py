@@ -120,21 +120,21 @@ class StepPacks:
 
     def items(self, samples: slice | Int64s) -> PackItems:
         """Return sample objects by their indices in `samples`."""
-        return [self.describe(name) for name in self.samples.part(samples).names()]
+        return [self.describe(name) for name in self.samples.select(samples).sample_keys()]
 
 
 def packs_from_items(packs: Sequence[PackItems]) -> StepPacks:
     """Create arrays from the sample objects of all sequences of a step."""
     items = {item_key(item): item for pack in packs for item in pack}
     starts_P1 = np.cumsum([0, *map(len, packs)])
-    samples = SampleArrays.of([item for pack in packs for item in pack])
+    samples = SampleArrays.from_items([item for pack in packs for item in pack])
     return StepPacks(samples, starts_P1, items.__getitem__, partial(_image_sizes_of_items, items))
 
 
 def _image_sizes_of_items(
     items: Mapping[SampleKey, Item], samples: SampleArrays, modules: Sequence[str]
 ) -> ImageSizes:
-    return ImageSizes.of([items[name].meta for name in samples.names()], modules)
+    return ImageSizes.of([items[name].meta for name in samples.sample_keys()], modules)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class PlannedStep:
 
     pack: Callable[[int], PackItems]
     """Function that returns the samples of a sequence by number."""
-    places_RMB: Int64s
+    sequences_RMB: Int64s
     """Sequence numbers by rank, microbatch and index in the microbatch."""
     skipped: list[str]
     """Messages about samples that were corrupt during planning. Equal on all ranks."""
@@ -160,22 +160,22 @@ class PlannedStep:
     @property
     def ranks(self) -> LazyByRank[list[PackItems]]:
         """Sequences by rank and microbatch."""
-        return LazyByRank(len(self.places_RMB), self._share)
+        return LazyByRank(len(self.sequences_RMB), self._share)
 
     def metas(self, sequence_length: int) -> LazyByRank[MicrobatchMeta]:
         """Return the metadata of each microbatch, by rank."""
 
-        def of(rank: int) -> list[MicrobatchMeta]:
+        def metas_of_rank(rank: int) -> list[MicrobatchMeta]:
             metas = [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
             if self.encoded is None:
                 return metas
-            every = self.encoded(rank)
-            return [each.task_meta(meta) for each, meta in zip(every, metas, strict=True)]
+            rank_images = self.encoded(rank)
+            return [each.task_meta(meta) for each, meta in zip(rank_images, metas, strict=True)]
 
-        return LazyByRank(len(self.places_RMB), of)
+        return LazyByRank(len(self.sequences_RMB), metas_of_rank)
 
     def _share(self, rank: int) -> list[list[PackItems]]:
-        return [[self.pack(n) for n in packs] for packs in self.places_RMB[rank].tolist()]
+        return [[self.pack(n) for n in packs] for packs in self.sequences_RMB[rank].tolist()]
 
 
 class LazyByRank(Sequence[list[T]]):
@@ -223,19 +223,19 @@ def arrange_step(
     """
     length = training.sequence_length
     count = training.global_batch_size
-    places, imbalance = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
-    shape = plan.places_RMB.shape
-    fitting = all(len(rank) == shape[1] for rank in places)
-    fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
-    assigned = sorted(index for rank in places for packs in rank for index in packs)
-    if len(places) != shape[0] or not fitting or assigned != list(range(count)):
+    sequences, imbalance = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
+    shape = plan.sequences_RMB.shape
+    is_complete = all(len(rank) == shape[1] for rank in sequences)
+    is_complete &= {len(packs) for rank in sequences for packs in rank} == {shape[2]}
+    assigned = sorted(index for rank in sequences for packs in rank for index in packs)
+    if len(sequences) != shape[0] or not is_complete or assigned != list(range(count)):
         raise ValueError(
-            f"{count} packed sequences for {shape[0]} ranks were arranged as {places}; every "
+            f"{count} packed sequences for {shape[0]} ranks were arranged as {sequences}; every "
             "sequence must have one position, and all microbatches the same size"
         )
-    figures = {} if imbalance is None else imbalance.figures("sequence")
-    places_RMB = np.array(places, np.int64)
-    return replace(plan, places_RMB=places_RMB, imbalance={**plan.imbalance, **figures})
+    metrics = {} if imbalance is None else imbalance.figures("sequence")
+    sequences_RMB = np.array(sequences, np.int64)
+    return replace(plan, sequences_RMB=sequences_RMB, imbalance={**plan.imbalance, **metrics})
 
 
 class StepPlanner:
@@ -282,7 +282,7 @@ class StepPlanner:
         self._training = training
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
-        self._max_delay_steps = packing_max_wait_steps
+        self._max_wait_steps = packing_max_wait_steps
         length = training.sequence_length
         self._packer = (
             BalancedPacker(length, max_tiles)
@@ -294,7 +294,7 @@ class StepPlanner:
         """Message about `state`."""
         self._steps = 0
         """Number of planned steps."""
-        self._waiting = [(SampleArrays.of([]), np.zeros(0, np.int64))]
+        self._unused = [(SampleArrays.from_items([]), np.zeros(0, np.int64))]
         """Samples of sequences that no step has used, and their sequence numbers."""
         self._items: dict[SampleKey, Item] = {}
         """Sample objects of streams, which cannot be read again."""
@@ -320,56 +320,56 @@ class StepPlanner:
             raise StopIteration
         count = min(len(packer.closed), self._training.global_batch_size)
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(count)])
-        names = samples.names() if self._items else []
+        names = samples.sample_keys() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
         sizes = partial(self._image_sizes, items)
         packs = StepPacks(samples, starts_P1, partial(self._describe, items), sizes)
-        places_RMB = packing_order(self._training, self._data_parallel_size)
-        waiting, _ = self._all_waiting()
-        epoch = self._mixture.epoch(waiting)
-        plan = PlannedStep(packs, places_RMB, skipped, self._state(), epoch)
+        sequences_RMB = packing_order(self._training, self._data_parallel_size)
+        unused, _ = self._unused_samples()
+        epoch = self._mixture.epoch(unused)
+        plan = PlannedStep(packs, sequences_RMB, skipped, self._state(), epoch)
         return plan if self._arrange is None else arrange_step(plan, self._arrange, self._training)
 
     def _pack_best_fit(self, packer: BestFitPacker, skipped: list[str]) -> None:
         """Pack samples until a step is full, or until the end of the feeds."""
-        wanted = self._training.global_batch_size
-        packer.close_older(self._steps - self._max_delay_steps)
-        while len(packer.closed) < wanted:
-            drawn = self._draw(skipped)
-            if drawn is None:
+        num_sequences = self._training.global_batch_size
+        packer.close_older(self._steps - self._max_wait_steps)
+        while len(packer.closed) < num_sequences:
+            peeked = self._peek(skipped)
+            if peeked is None:
                 packer.flush()
                 return
-            packs_N = packer.add(drawn.tokens_N, drawn.tiles_N, wanted, self._steps)
-            self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
+            packs_N = packer.add(peeked.tokens_N, peeked.tiles_N, num_sequences, self._steps)
+            self._unused.append((self._mixture.take(len(packs_N)), packs_N))
 
     def _pack_balanced(self, packer: BalancedPacker, skipped: list[str]) -> None:
         """Pack samples until a step is full, or until the end of the feeds."""
         while len(packer.closed) < self._training.global_batch_size:
             missing = packer.missing_tokens
             parts = []
-            while missing > 0 and (drawn := self._draw(skipped)) is not None:
-                stop = int(np.searchsorted(np.cumsum(drawn.tokens_N), missing)) + 1
-                parts.append(self._mixture.take(min(stop, len(drawn))))
+            while missing > 0 and (peeked := self._peek(skipped)) is not None:
+                stop = int(np.searchsorted(np.cumsum(peeked.tokens_N), missing)) + 1
+                parts.append(self._mixture.take(min(stop, len(peeked))))
                 missing -= int(parts[-1].tokens_N.sum())
             samples = concat_samples(parts)
             pack = packer.finish if missing > 0 else packer.fill
             packs_N = pack(samples.tokens_N, samples.tiles_N, samples.patches_N)
-            self._waiting.append((samples, packs_N))
+            self._unused.append((samples, packs_N))
             if missing > 0:
                 return
 
-    def _draw(self, skipped: list[str]) -> SampleArrays | None:
+    def _peek(self, skipped: list[str]) -> SampleArrays | None:
         """Return the next samples of the mixture, and add corrupt samples to `skipped`."""
-        drawn = self._mixture.draw()
-        if drawn is not None:
-            skipped += drawn.skipped
+        peeked = self._mixture.peek()
+        if peeked is not None:
+            skipped += peeked.skipped
             if len(skipped) > self._max_skipped:
                 raise DataError(
                     f"more than data.max_corrupt_samples = {self._max_skipped} samples are "
                     "corrupt, starting with" + list_messages(skipped)
                 )
-            self._items.update((item_key(item), item) for item in drawn.items)
-        return drawn
+            self._items.update((item_key(item), item) for item in peeked.items)
+        return peeked
 
     def _take(self, numbers: Sequence[int]) -> tuple[SampleArrays, Int64s]:
         """Remove closed sequences, and return their samples and the start of each sequence.
@@ -377,17 +377,17 @@ class StepPlanner:
         Empty sequences are added to complete a global batch. Therefore all ranks have the same
         number of sequences at the end of validation.
         """
-        waiting, packs_N = self._all_waiting()
+        unused, packs_N = self._unused_samples()
         chosen, starts_P1 = group_by_sequence(packs_N, np.asarray(numbers, np.int64))
         rest = np.ones(len(packs_N), bool)
         rest[chosen] = False
-        self._waiting = [(waiting.part(rest), packs_N[rest])]
+        self._unused = [(unused.select(rest), packs_N[rest])]
         empty = self._training.global_batch_size - len(numbers)
-        return waiting.part(chosen), np.append(starts_P1, np.full(empty, starts_P1[-1]))
+        return unused.select(chosen), np.append(starts_P1, np.full(empty, starts_P1[-1]))
 
-    def _all_waiting(self) -> tuple[SampleArrays, Int64s]:
-        drawn, packs = zip(*self._waiting, strict=True)
-        return concat_samples(drawn), np.concatenate(packs)
+    def _unused_samples(self) -> tuple[SampleArrays, Int64s]:
+        peeked, packs = zip(*self._unused, strict=True)
+        return concat_samples(peeked), np.concatenate(packs)
 
     def _describe(self, items: Mapping[SampleKey, Item], name: SampleKey) -> Item:
         feed, epoch, index = name
@@ -399,7 +399,7 @@ class StepPlanner:
         def of_feed(number: int, members: Int64s) -> ImageSizes:
             feed = self._mixture.feeds[number]
             if feed.sequential:
-                return _image_sizes_of_items(items, samples.part(members), modules)
+                return _image_sizes_of_items(items, samples.select(members), modules)
             return feed.image_sizes(samples.indices_N[members], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
@@ -407,10 +407,10 @@ class StepPlanner:
     def _state(self) -> dict[str, Any]:
         # Sequences are saved as references to samples. A resumed run requests these samples from
         # the feeds, so the state of each feed depends on the samples that are still needed.
-        waiting, packs_N = self._all_waiting()
+        unused, packs_N = self._unused_samples()
         numbers = [*self._packer.closed, *self._packer.open]
         chosen, starts = group_by_sequence(packs_N, np.asarray(numbers, np.int64))
-        names = waiting.part(chosen).names()
+        names = unused.select(chosen).sample_keys()
         packs = [names[start:stop] for start, stop in pairwise(starts.tolist())]
         feeds = {}
         for number, feed in enumerate(self._mixture.feeds):
@@ -452,7 +452,7 @@ class StepPlanner:
                 "changed data with checkpoint.allow_data_change = true, or start a new run "
                 'with checkpoint.resume = "none"'
             )
-        self._restore_what_fits(state, changed)
+        self._restore_compatible(state, changed)
 
     def _changes(self, state: dict[str, Any]) -> list[str]:
         version = state.get("version")
@@ -496,22 +496,22 @@ class StepPlanner:
         times = [0] * len(state["closed"]) + state["opened"]
         for number, (pack, tokens, time) in enumerate(zip(packs, used, times, strict=True)):
             if number < len(state["closed"]):
-                into = self._packer.restore_closed()
+                sequence = self._packer.restore_closed()
             elif isinstance(self._packer, BestFitPacker):
-                into = self._packer.restore(tokens, sum(item.meta.tiles for item in pack), time)
+                sequence = self._packer.restore(tokens, sum(item.meta.tiles for item in pack), time)
             else:
-                sizes = SampleArrays.of(pack)
-                into = self._packer.restore(sizes.tokens_N, sizes.tiles_N, sizes.patches_N)
-            self._wait(pack, np.full(len(pack), into))
+                sizes = SampleArrays.from_items(pack)
+                sequence = self._packer.restore(sizes.tokens_N, sizes.tiles_N, sizes.patches_N)
+            self._add_unused(pack, np.full(len(pack), sequence))
         self._mixture.bases = list(state["bases"])
         return True
 
-    def _wait(self, items: Sequence[Item], packs_N: Int64s) -> None:
+    def _add_unused(self, items: Sequence[Item], packs_N: Int64s) -> None:
         """Add samples of sequences that no step has used."""
-        self._waiting.append((SampleArrays.of(items), packs_N))
+        self._unused.append((SampleArrays.from_items(items), packs_N))
         self._items.update((item_key(item), item) for item in items if item.record is not None)
 
-    def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
+    def _restore_compatible(self, state: dict[str, Any], changed: Sequence[str]) -> None:
         """Resume sources whose saved positions are still valid, and start the remaining ones."""
         saved = state["content"] if is_comparable(state.get("content")) else None
         # References in the state use the feed numbers of the checkpoint.
@@ -520,29 +520,31 @@ class StepPlanner:
         positions = []
         for index, feed in enumerate(self._mixture.feeds):
             name = feed.options.name
-            past = state["feeds"].get(name)
+            saved_feed = state["feeds"].get(name)
             if feed.size is None and not (saved and is_same_stream(saved, self._content, name)):
-                past = None
+                saved_feed = None
             positions.append(
                 f"source {name!r} "
-                + (f"after {past['draws']} samples" if past else "from the start")
+                + (f"after {saved_feed['draws']} samples" if saved_feed else "from the start")
             )
-            self._mixture.taken[index] = past["draws"] if past else 0
+            self._mixture.taken[index] = saved_feed["draws"] if saved_feed else 0
             number = numbers.get(name)
             needed = [
                 (epoch, index) for f, epoch, index in _unused_sample_keys(state) if f == number
             ]
-            for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
+            for item in feed.restore(
+                saved_feed or {"draws": 0, "oldest": None}, needed if saved_feed else []
+            ):
                 items[number or 0, item.epoch, item.meta.index] = item
         # Otherwise, all samples would be from a new source until it has caught up.
-        self._mixture.forget_the_past()
+        self._mixture.restart_strides()
         kept = [items[r] for r in _unused_sample_keys(state) if r in items]
-        drawn = SampleArrays.of(kept)  # packed again, because sizes may have changed
+        peeked = SampleArrays.from_items(kept)  # packed again, because sizes may have changed
         if isinstance(self._packer, BestFitPacker):
-            packs_N = self._packer.add(drawn.tokens_N, drawn.tiles_N, now=self._steps)
+            packs_N = self._packer.add(peeked.tokens_N, peeked.tiles_N, now=self._steps)
         else:
-            packs_N = self._packer.begin(drawn.tokens_N, drawn.tiles_N, drawn.patches_N)
-        self._wait(kept, packs_N)
+            packs_N = self._packer.begin(peeked.tokens_N, peeked.tiles_N, peeked.patches_N)
+        self._add_unused(kept, packs_N)
         self.notice = (
             f"data changed since the checkpoint: {'; '.join(changed)}; continuing because of "
             f"checkpoint.allow_data_change with {', '.join(positions)} ({len(kept)} of "

@@ -133,7 +133,7 @@ class StepPlanServer:
             step, notice = self._steps[request.after]
         if step is None:
             return None
-        numbers = range(step.places_RMB.size) if request.packs is None else request.packs
+        numbers = range(step.sequences_RMB.size) if request.packs is None else request.packs
         packs = {number: step.pack(number) for number in numbers}
         if not request.records:
             packs = {n: [i._replace(record=None) for i in pack] for n, pack in packs.items()}
@@ -231,7 +231,7 @@ class RemoteSteps:
         """Return a step with the records of the samples that this rank decodes."""
         encoded = [] if plan.encoded is None else plan.encoded(self._rank)
         read = {item_key(sample.item) for images in encoded for sample in images.samples}
-        needed = set(plan.places_RMB[self._rank].ravel().tolist())
+        needed = set(plan.sequences_RMB[self._rank].ravel().tolist())
         needed |= {n for n, pack in packs.known.items() if read & set(map(item_key, pack))}
         if (part := request_part(sorted(needed), True)) is not None:
             packs.known.update(part.packs)

@@ -73,12 +73,16 @@ class EnergonFormat:
         )
 
     def open(
-        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: OffsetCache
+        self,
+        config: SourceConfig,
+        files: Sequence[AnyFile],
+        fingerprint: str,
+        offset_cache: OffsetCache,
     ) -> MapSource:
         """Open an Energon dataset. Raise DataError if it cannot be read."""
         storage = next((file.storage for file in files if isinstance(file, RemoteFile)), None)
         folder = open_folder(source_directory(config, storage), Split.of(config).name)
-        return EnergonSource(folder, fingerprint, places)
+        return EnergonSource(folder, fingerprint, offset_cache)
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,10 @@ class EnergonSource:
     """
 
     def __init__(
-        self, folder: EnergonFolder, fingerprint: str, places: OffsetCache | None = None
+        self, folder: EnergonFolder, fingerprint: str, offset_cache: OffsetCache | None = None
     ) -> None:
         self._folder = folder
-        self._samples = TarSamples(folder.shards, folder.left_out, places)
+        self._samples = TarSamples(folder.shards, folder.left_out, offset_cache)
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:

@@ -96,7 +96,7 @@ def write_files(
     data = trained.recipe.data
     chats = {contains_chats(source, data) for source in data.sources if writes}
     tokenizer = _with_training_template(tokenizer, chats)
-    end_tokens = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
+    end_tokens = ChatTemplate(tokenizer).end_token_ids() if tokenizer.chat_template else ()
     export_hf(model, output, tokenizer, weights, shard_bytes, end_tokens)
     if writes:
         (output / CARD_FILE).write_text(

@@ -239,7 +239,7 @@ def test_unknown_target_column_is_reported(make, tmp_path):
     record = loader._decoder._sources[0].read(0)
     with pytest.raises(CorruptSampleError, match="'photo'"):
         loader._decoder._reader.read(
-            type(record)(record.columns, options=SampleOptions(generate="photo"))
+            type(record)(record.columns, options=SampleOptions(target_image_column="photo"))
         )
 
 

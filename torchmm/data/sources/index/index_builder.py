@@ -92,8 +92,8 @@ class IndexBuilder:
             waiting = Work(f"waiting for the index of source {self.name}")
             with convert_cache_errors(self.directory.parent):
                 while (index := read_index(self.directory)) is None:
-                    if lock.take():
-                        with lock.held():
+                    if lock.try_acquire():
+                        with lock.release_on_exit():
                             self.measure(range(len(self.ranges)))
                             self.finish()
                         continue
@@ -117,7 +117,7 @@ class IndexBuilder:
             if self.workers and len(missing) > 1 and samples >= MIN_SAMPLES_FOR_WORKERS:
                 measured = self._measure_in_workers(missing)
             else:
-                measured = self._measure_here(missing, work)
+                measured = self._measure_in_process(missing, work)
             for number in measured:
                 done += self.ranges[number].samples
                 work.at(done)
@@ -132,17 +132,17 @@ class IndexBuilder:
         replace_atomically(self.directory / MANIFEST, manifest)
         return True
 
-    def _measure_here(self, missing: list[int], work: Work) -> Iterator[int]:
-        beat = Heartbeat(self.directory / LOCK_FILE)
+    def _measure_in_process(self, missing: list[int], work: Work) -> Iterator[int]:
+        heartbeat = Heartbeat(self.directory / LOCK_FILE)
         before = 0
         for number in missing:
 
-            def tell(measured: int, before: int = before) -> None:
-                beat()
+            def on_progress(measured: int, before: int = before) -> None:
+                heartbeat()
                 work.at(before + measured)
 
             measure_shard(
-                self.source, self.reader, self.ranges[number], self.directory, number, tell
+                self.source, self.reader, self.ranges[number], self.directory, number, on_progress
             )
             before += self.ranges[number].samples
             yield number
@@ -198,24 +198,24 @@ class BuildLock:
         self._seen: tuple[bytes, int] | None = None
         self._since_s = 0.0
 
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         """Try to acquire the lock, and return True on success."""
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            if self._abandoned():
+            if self._is_abandoned():
                 # Only one process can rename the file.
                 with suppress(FileNotFoundError):
-                    gone = self._path.with_name(f".{self._path.name}.{uuid4().hex}")
-                    self._path.rename(gone)
-                    gone.unlink()
+                    removed = self._path.with_name(f".{self._path.name}.{uuid4().hex}")
+                    self._path.rename(removed)
+                    removed.unlink()
             return False
         with os.fdopen(descriptor, "w") as file:
             json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
         return True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def release_on_exit(self) -> Iterator[None]:
         """Return a context that releases the lock at its end."""
         try:
             yield
@@ -234,7 +234,7 @@ class BuildLock:
             return {}
         return owner if isinstance(owner, dict) else {}
 
-    def _abandoned(self) -> bool:
+    def _is_abandoned(self) -> bool:
         """Return True if the owner has exited, or has not updated the file for `STALE_S`.
 
         Only the clock of this process is used, because clocks of nodes and file servers differ.
@@ -268,12 +268,12 @@ def _start_worker(setup: Any, building: IndexBuilder) -> None:
 
 def _measure_in_worker(number: int) -> None:
     building = _worker_builder[0]
-    beat = Heartbeat(building.directory / LOCK_FILE)
+    heartbeat = Heartbeat(building.directory / LOCK_FILE)
     measure_shard(
         building.source,
         building.reader,
         building.ranges[number],
         building.directory,
         number,
-        lambda measured: beat(),
+        lambda measured: heartbeat(),
     )

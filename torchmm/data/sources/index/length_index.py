@@ -87,10 +87,12 @@ class Shard:
         """Number of samples that are neither corrupt nor beyond a limit."""
         return self.samples - self.corrupt - sum(count for count, *_ in self.filtered.values())
 
-    def all_kept_by(self, wanted: LengthFilter) -> bool:
+    def is_fully_kept(self, length_filter: LengthFilter) -> bool:
         """Return True if the manifest shows that a filter keeps all usable samples."""
-        short = self.shortest >= wanted.min_tokens
-        return short and (wanted.max_tokens is None or self.longest <= wanted.max_tokens)
+        short = self.shortest >= length_filter.min_tokens
+        return short and (
+            length_filter.max_tokens is None or self.longest <= length_filter.max_tokens
+        )
 
 
 class ShardSizes(NamedTuple):
@@ -126,48 +128,49 @@ class ShardSizes(NamedTuple):
         read_N = np.diff(read_before[self.starts_N1])
         return read_N + np.diff(drawn_before[self.drawn_starts_N1])
 
-    def image_sizes(self, places_N: np.ndarray, generator: int | None = None) -> ImageSizes:
+    def image_sizes(self, offsets_N: np.ndarray, generator: int | None = None) -> ImageSizes:
         """Return the sizes of the images of some samples.
 
         Args:
-            places_N: Indices of the samples in the shard.
+            offsets_N: Indices of the samples in the shard.
             generator: Index of the generator among the modules. None to omit target images.
         """
-        starts_N = self.starts_N1[places_N].astype(np.int64)
-        counts_N = self.starts_N1[places_N + 1] - starts_N
+        starts_N = self.starts_N1[offsets_N].astype(np.int64)
+        counts_N = self.starts_N1[offsets_N + 1] - starts_N
         rows_I = self.images_M[consecutive(starts_N, counts_N)]
         read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES_COLUMNS][rows_I].astype(np.int64))
         if generator is None:
             return read
-        starts_N = self.drawn_starts_N1[places_N].astype(np.int64)
-        counts_N = self.drawn_starts_N1[places_N + 1] - starts_N
+        starts_N = self.drawn_starts_N1[offsets_N].astype(np.int64)
+        counts_N = self.drawn_starts_N1[offsets_N + 1] - starts_N
         rows_I4 = self.drawn_D4[self.drawn_M[consecutive(starts_N, counts_N)]].astype(np.int64)
         modules_I = np.full(len(rows_I4), generator)
         sizes = (modules_I, rows_I4[:, :3].prod(1), rows_I4[:, 3], rows_I4[:, 0])
         return read.followed_by(ImageSizes(counts_N, np.stack(sizes, axis=1)))
 
-    def kept_by(self, wanted: LengthFilter) -> np.ndarray:
+    def select_indices(self, length_filter: LengthFilter) -> np.ndarray:
         """Return the indices of usable samples that a filter keeps, ascending."""
-        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so corrupt samples are excluded
-        if wanted.max_tokens is not None:
-            kept &= self.tokens_N <= wanted.max_tokens
+        # The minimum is at least 1, so corrupt samples are excluded.
+        kept = self.tokens_N >= length_filter.min_tokens
+        if length_filter.max_tokens is not None:
+            kept &= self.tokens_N <= length_filter.max_tokens
         return np.flatnonzero(kept)
 
-    def meta(self, source: str, first: int, place: int, encoders: Sequence[str]) -> SampleMeta:
+    def meta(self, source: str, first: int, offset: int, encoders: Sequence[str]) -> SampleMeta:
         """Return the metadata of a sample by its index in the shard."""
-        start, stop = self.starts_N1[place : place + 2].tolist()
+        start, stop = self.starts_N1[offset : offset + 2].tolist()
         rows = self.sizes_D8[self.images_M[start:stop]].tolist()
         several = len(encoders) > 1
         images = tuple(
             ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, *of_clip)
             for w, h, patches, tokens, frames, e, *of_clip in rows
         )
-        start, stop = self.drawn_starts_N1[place : place + 2].tolist()
+        start, stop = self.drawn_starts_N1[offset : offset + 2].tolist()
         drawn = self.drawn_D4[self.drawn_M[start:stop]].tolist()
         generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
         encoder = encoders[0] if images and not several else None
-        tokens = int(self.tokens_N[place])
-        return SampleMeta(source, first + place, tokens, images, encoder, generated)
+        tokens = int(self.tokens_N[offset])
+        return SampleMeta(source, first + offset, tokens, images, encoder, generated)
 
 
 class LengthIndex:
@@ -215,13 +218,13 @@ class LengthIndex:
         parts = [[shard.samples, shard.content] for shard in self.shards]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
-    def usable(self, wanted: LengthFilter) -> np.ndarray:
+    def count_usable(self, length_filter: LengthFilter) -> np.ndarray:
         """Return the number of usable samples of each shard that a filter keeps."""
         return np.array(
             [
                 shard.usable
-                if shard.all_kept_by(wanted)
-                else len(self.sizes(number).kept_by(wanted))
+                if shard.is_fully_kept(length_filter)
+                else len(self.sizes(number).select_indices(length_filter))
                 for number, shard in enumerate(self.shards)
             ],
             np.int64,
@@ -231,8 +234,8 @@ class LengthIndex:
         """Yield the index and reason of each corrupt sample."""
         for number, shard in enumerate(self.shards):
             if shard.corrupt:
-                for place, reason in sorted(self._reasons(number).items()):
-                    yield shard.first + place, reason
+                for offset, reason in sorted(self._reasons(number).items()):
+                    yield shard.first + offset, reason
 
     def beyond_limits(self) -> Iterator[tuple[int, str]]:
         """Yield the first sample beyond each limit, with the reason."""
@@ -242,34 +245,34 @@ class LengthIndex:
         for _, index, reason in first.values():
             yield index, reason
 
-    def has(self, index: int) -> bool:
+    def is_usable(self, index: int) -> bool:
         """Return True if a sample exists and is usable."""
         if index >= len(self):
             return False
-        number, place = self._find(index)
-        return bool(self.sizes(number).tokens_N[place])
+        number, offset = self._find(index)
+        return bool(self.sizes(number).tokens_N[offset])
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
         """Return the metadata of sample `index` for a model with these encoders."""
-        number, place = self._find(index)
-        return self.sizes(number).meta(source, int(self.firsts_S[number]), place, encoders)
+        number, offset = self._find(index)
+        return self.sizes(number).meta(source, int(self.firsts_S[number]), offset, encoders)
 
     def image_sizes(self, indices_N: np.ndarray, generator: int | None = None) -> ImageSizes:
         """Return the sizes of the images of some samples (`ShardSizes.image_sizes`)."""
         shards_N = np.searchsorted(self.firsts_S, indices_N, side="right") - 1
-        places_N = indices_N - self.firsts_S[shards_N]
+        offsets_N = indices_N - self.firsts_S[shards_N]
         return ImageSizes.of_groups(
             shards_N,
-            lambda shard, members: self.sizes(shard).image_sizes(places_N[members], generator),
+            lambda shard, members: self.sizes(shard).image_sizes(offsets_N[members], generator),
         )
 
-    def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
+    def sample_lengths(self, length_filter: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and number of images of usable samples, in large sources of some shards."""
         count = min(len(self.shards), MAX_SUMMARIZED_SHARDS)
-        some = np.linspace(0, len(self.shards) - 1, count).astype(int)
+        shard_numbers = np.linspace(0, len(self.shards) - 1, count).astype(int)
         tokens, images = [], []
-        for sizes in map(self.sizes, some.tolist()):
-            kept = sizes.kept_by(wanted)
+        for sizes in map(self.sizes, shard_numbers.tolist()):
+            kept = sizes.select_indices(length_filter)
             tokens.append(sizes.tokens_N[kept])
             images.append(np.diff(sizes.starts_N1)[kept])
         return np.concatenate(tokens), np.concatenate(images)
@@ -329,8 +332,8 @@ class _ShardFiles:
         self._checked.add(number)
         return ShardSizes(
             **{
-                name: np.frombuffer(data, kind, int(np.prod(shape)), place).reshape(shape)
-                for name, (kind, shape, place) in shard.arrays.items()
+                name: np.frombuffer(data, kind, int(np.prod(shape)), offset).reshape(shape)
+                for name, (kind, shape, offset) in shard.arrays.items()
             }
         )
 
@@ -382,7 +385,7 @@ def check_usable_samples(name: str, config: SourceConfig, index: LengthIndex) ->
     Raises:
         DataError: No sample is usable.
     """
-    kept = int(index.usable(config.filter).sum())
+    kept = int(index.count_usable(config.filter).sum())
     total = len(index)
     usable_count = sum(shard.usable for shard in index.shards)
     parts = [

@@ -72,7 +72,7 @@ def measure_shard(
     records: ShardRange,
     directory: Path,
     number: int,
-    tell: Callable[[int], None] = lambda measured: None,
+    on_progress: Callable[[int], None] = lambda measured: None,
 ) -> None:
     """Measure the samples of a shard, and write its two files.
 
@@ -91,25 +91,25 @@ def measure_shard(
     filtered: dict[str, tuple[int, int, str]] = {}
     dropped: dict[str, tuple[int, int]] = {}
     digest = SamplesDigest()
-    for place in range(records.samples):
+    for offset in range(records.samples):
         sample: MeasuredSample | None = None
         try:
-            sample = reader.read(source.read(records.first + place))
+            sample = reader.read(source.read(records.first + offset))
             for content, items in sample.dropped.items():
                 before = dropped.get(content, (0, 0))
                 dropped[content] = before[0] + 1, before[1] + items
         except BeyondLimitError as error:
-            first = filtered.get(error.limit, (0, records.first + place, str(error)))
+            first = filtered.get(error.limit, (0, records.first + offset, str(error)))
             filtered[error.limit] = first[0] + 1, *first[1:]
         except CorruptSampleError as error:
-            reasons[place] = str(error)
+            reasons[offset] = str(error)
         digest.add(sample)
         tokens.append(len(sample.text.ids) if sample else 0)
         images.add(
             [_image_row(image, reader.encoders) for image in sample.images] if sample else []
         )
         drawn.add([(*g.grid_thw, g.context) for g in sample.generated] if sample else [])
-        tell(place + 1)
+        on_progress(offset + 1)
     sizes = ShardSizes(np.array(tokens, "<u4"), *images.arrays(), *drawn.arrays())
     data, arrays = serialize_sizes(sizes)
     usable = [count for count in tokens if count]
@@ -126,17 +126,17 @@ def measure_shard(
         filtered,
         dropped,
     )
-    told = {"shard": dataclasses.asdict(shard), "reasons": reasons}
+    content_of_file = {"shard": dataclasses.asdict(shard), "reasons": reasons}
     replace_atomically(shard_file(directory, number, "sizes"), data)
-    text = json.dumps(told, sort_keys=True)
+    text = json.dumps(content_of_file, sort_keys=True)
     replace_atomically(shard_file(directory, number, "json"), text.encode())
 
 
 def read_shard(directory: Path, number: int, records: ShardRange) -> Shard | None:
     """Return an existing shard, or None if its files are missing, damaged or of other records."""
     try:
-        told = json.loads(shard_file(directory, number, "json").read_bytes())
-        shard = Shard(**told["shard"])
+        content_of_file = json.loads(shard_file(directory, number, "json").read_bytes())
+        shard = Shard(**content_of_file["shard"])
         data = shard_file(directory, number, "sizes").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -200,7 +200,7 @@ class Producer(FlightServer):
         pack_items: PackItems = []
         for feed, epoch, index in names:
             lengths = sources[feed].index if feed < len(sources) else None
-            if lengths is None or not lengths.has(index):
+            if lengths is None or not lengths.is_usable(index):
                 raise ValueError(f"source {feed} has no sample {index}")
             pack_items.append(Item(feed, epoch, lengths.meta(sources[feed].name, index, encoders)))
         tokens = sum(item.meta.tokens for item in pack_items)

@@ -149,7 +149,12 @@ class PlanService:
         feed = int(asked["feed"])
         index = int(asked["index"])
         source = self._samples[held_out].sources[feed : feed + 1]
-        if feed < 0 or not source or source[0].index is None or not source[0].index.has(index):
+        if (
+            feed < 0
+            or not source
+            or source[0].index is None
+            or not source[0].index.is_usable(index)
+        ):
             raise ValueError(f"source {feed} has no sample {index}")
         decoder = self._samples[held_out].decoder
         if kind == "references":
