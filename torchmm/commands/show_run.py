@@ -135,9 +135,9 @@ def show_stragglers(console: Console, records: Records) -> None:
     table.add_column("rank")
     for first, last in stragglers.steps:
         table.add_column(f"steps {first} to {last}", justify="right")
-    for rank, fractions in stragglers.shares.items():
+    for rank, fractions in stragglers.slowest_fractions.items():
         table.add_row(str(rank), *(f"{fraction:.0%}" for fraction in fractions))
-    table.add_row("its time above the median", *(f"{s:.0%}" for s in stragglers.beyond_median))
+    table.add_row("its time above the median", *(f"{s:.0%}" for s in stragglers.excess_fractions))
     console.print(table)
 
 

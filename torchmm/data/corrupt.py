@@ -107,7 +107,7 @@ class CorruptLimit:
     Args:
         max_samples: Maximum number of corrupt samples per pass.
         max_fraction: Maximum fraction of corrupt samples, checked after 100 samples.
-        measured: Number of samples of a pass. 0 if unknown, as for streams.
+        samples_per_pass: Number of samples of a pass. 0 if unknown, as for streams.
     """
 
     def __init__(self, max_samples: int, max_fraction: float, samples_per_pass: int = 0) -> None:

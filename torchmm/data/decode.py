@@ -183,11 +183,11 @@ class StepDecoder(Dataset[DecodedStep]):
         ):
             read_counter = ReadCounter()
             arguments = () if blank else (step, read_counter)
-            step.microbatches.append(self._balanced(packs, encoded, meta, images, *arguments))
+            step.microbatches.append(self._build_balanced(packs, encoded, meta, images, *arguments))
             step.read_bytes += read_counter.read_bytes
         return step
 
-    def _balanced(
+    def _build_balanced(
         self,
         packs: list[PackItems],
         encoded: RankImages,
@@ -204,7 +204,7 @@ class StepDecoder(Dataset[DecodedStep]):
             task_meta: Metadata with these images.
             images: Indices of the images that this rank decodes, by module.
             step: Step that receives counts and corrupt samples. If None, all samples are masked.
-            opened: Counter of read bytes. If None, all samples are masked.
+            read_counter: Counter of read bytes. If None, all samples are masked.
         """
         encoders = self._reader.encoders
         read = MicrobatchBuilder(self._reader, images)
@@ -217,14 +217,16 @@ class StepDecoder(Dataset[DecodedStep]):
         for pack in packs:
             for item in pack:
                 flags = decoded.get(_item_key(item), _SampleFlags.none(item.meta))
-                sample = samples[_item_key(item)] = self._sample(item, flags, step, read_counter)
+                sample = samples[_item_key(item)] = self._decode_or_mask(
+                    item, flags, step, read_counter
+                )
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, selected, generated in encoded.samples:
             if _item_key(item) in local:
                 sample = samples[_item_key(item)]
             else:
-                sample = self._sample(item, decoded[_item_key(item)], step, read_counter)
+                sample = self._decode_or_mask(item, decoded[_item_key(item)], step, read_counter)
             read.append_images(sample, item.meta, selected, generated)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
@@ -267,7 +269,9 @@ class StepDecoder(Dataset[DecodedStep]):
         """
         step = DecodedStep([], {})
         read_counter = ReadCounter()
-        step.microbatches.append(self._microbatch(packs, _DecodeFlags(images), step, read_counter))
+        step.microbatches.append(
+            self._build_microbatch(packs, _DecodeFlags(images), step, read_counter)
+        )
         step.read_bytes += read_counter.read_bytes
         return step
 
@@ -281,7 +285,7 @@ class StepDecoder(Dataset[DecodedStep]):
         else:
             step = DecodedStep([], {})
             for packs, images in zip(share, self.images_to_decode(share), strict=True):
-                step.microbatches.append(self._microbatch(packs, _DecodeFlags(images)))
+                step.microbatches.append(self._build_microbatch(packs, _DecodeFlags(images)))
         step = add_noise(self.target_preprocessor, step, share)
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
@@ -298,7 +302,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return [
             picture
             for file, image in zip(sample.files, sample.images, strict=True)
-            if reader.medium(image).spec.encoder in displayed_encoders
+            if reader.preprocessor_of(image).spec.encoder in displayed_encoders
             for picture in _decode_images(file, reader.max_pixels)
         ]
 
@@ -325,7 +329,7 @@ class StepDecoder(Dataset[DecodedStep]):
         """Zero the images of corrupt samples that this rank reads, in place."""
         zero_corrupt_images(self._reader, microbatch, encoded, corrupt)
 
-    def _microbatch(
+    def _build_microbatch(
         self,
         packs: list[PackItems],
         flags: _DecodeFlags,
@@ -339,12 +343,12 @@ class StepDecoder(Dataset[DecodedStep]):
                 meta = item.meta
                 every = [True] * len(meta.images), [True] * len(meta.generated)
                 sample_flags = flags.next(AssignedSample(item, *every), self._reader.encoders)
-                row.append(self._sample(item, sample_flags, step, read_counter), meta)
+                row.append(self._decode_or_mask(item, sample_flags, step, read_counter), meta)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
         return row.microbatch(packs, self._sequence_length)
 
-    def _sample(
+    def _decode_or_mask(
         self,
         item: Item,
         flags: _SampleFlags,
@@ -355,17 +359,17 @@ class StepDecoder(Dataset[DecodedStep]):
 
         Args:
             item: Planned sample.
-            own: Decode flags of the images.
+            flags: Decode flags of the images.
             step: Step that receives counts, and the reason if the sample is corrupt.
-            opened: Counter of read bytes.
+            read_counter: Counter of read bytes.
         """
         if step is None or read_counter is None:
-            return self._blank(item, flags)
+            return self._make_masked(item, flags)
         try:
             return self._decode(item, flags, step, read_counter)
         except CorruptSampleError as error:
             step.corrupt[sample_name(item.meta)] = str(error)
-            return self._blank(item, flags)
+            return self._make_masked(item, flags)
 
     def _decode(
         self, item: Item, flags: _SampleFlags, step: DecodedStep, read_counter: ReadCounter
@@ -427,7 +431,7 @@ class StepDecoder(Dataset[DecodedStep]):
         """Return the positions of image tokens relative to the first placeholder."""
         if self._reader.text_spec.row_end_id is None:
             return np.arange(image.tokens)
-        _, _, columns = self._reader.medium(image).token_grid(image)
+        _, _, columns = self._reader.preprocessor_of(image).token_grid(image)
         return placeholder_offsets(image.tokens, columns)
 
     def rebuild(
@@ -446,7 +450,8 @@ class StepDecoder(Dataset[DecodedStep]):
         Args:
             packs: Sequences of the microbatch.
             images: Entry of `images_to_decode` for the microbatch.
-            found: Microbatch with tensors of the right shapes. If None, all samples are masked.
+            source_microbatch: Microbatch with tensors of the right shapes. If None, all samples are
+                masked.
             corrupt: Names of samples that are masked (`sample_name`).
 
         Raises:
@@ -461,7 +466,7 @@ class StepDecoder(Dataset[DecodedStep]):
         start = 0
         for pack in packs:
             for item in pack:
-                sample = self._blank(item, _SampleFlags.none(item.meta))
+                sample = self._make_masked(item, _SampleFlags.none(item.meta))
                 if copied is not None:
                     decoded = copied.next(item, start, self._reader.target_preprocessor)
                     sample = sample if sample_name(item.meta) in corrupt else decoded
@@ -477,7 +482,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 inputs.held = list(images[name])
         return rebuilt
 
-    def _blank(self, item: Item, flags: _SampleFlags) -> DecodedSample:
+    def _make_masked(self, item: Item, flags: _SampleFlags) -> DecodedSample:
         sample = make_masked_sample(self._reader, item.meta, flags.images)
         target_images: list[TargetImage] = []
         for number, drawn in enumerate(item.meta.generated):
@@ -506,7 +511,7 @@ class _CopiedSamples:
     """Iterator over the token ids, targets and positions of the samples of a microbatch.
 
     Args:
-        found: Microbatch to copy from.
+        source_microbatch: Microbatch to copy from.
         encoders: Names of the encoders.
     """
 
@@ -563,7 +568,7 @@ class _DecodeFlags:
 
     images: Mapping[str, range]
     """Images that the rank decodes, by module (`StepDecoder.images_to_decode`)."""
-    _seen: dict[str, int] = field(default_factory=dict)
+    _num_preceding: dict[str, int] = field(default_factory=dict)
     """Number of images of the preceding samples, by module."""
 
     def next(self, sample: AssignedSample, encoders: Sequence[str]) -> _SampleFlags:
@@ -579,8 +584,8 @@ class _DecodeFlags:
         )
 
     def _decodes_next(self, module: str) -> bool:
-        number = self._seen.get(module, 0)
-        self._seen[module] = number + 1
+        number = self._num_preceding.get(module, 0)
+        self._num_preceding[module] = number + 1
         return module not in self.images or number in self.images[module]
 
 

@@ -84,7 +84,8 @@ class Loader:
     """Iterable of `StepBatch`. Each iteration starts at the position of the constructor.
 
     Args:
-        begin: Returns the steps after a loader state. A state of None is the position of the run.
+        make_steps: Returns the steps after a loader state. A state of None is the position of the
+            run.
         decoder: Decodes steps.
         samples: Samples of the steps.
         data: Number of workers, prefetching and timeouts.
@@ -96,7 +97,7 @@ class Loader:
 
     def __init__(
         self,
-        begin: Callable[[State | None], StepIterator],
+        make_steps: Callable[[State | None], StepIterator],
         decoder: StepDecoder,
         samples: SampleSet,
         data: DataConfig,
@@ -106,7 +107,7 @@ class Loader:
         remote: Dataset[DecodedStep] | None = None,
     ) -> None:
         self._steps = DecodedSteps(
-            begin,
+            make_steps,
             remote or decoder,
             rank,
             workers=data.workers,

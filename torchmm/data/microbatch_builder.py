@@ -105,7 +105,8 @@ class MicrobatchBuilder:
         blocks = [
             self._vision_block(start, image)
             for start, image in zip(sample.image_starts, meta.images, strict=True)
-            if self._reader.medium(image).spec.modality == "image"  # audio has text positions
+            if self._reader.preprocessor_of(image).spec.modality
+            == "image"  # audio has text positions
         ]
         positions = self._text_positions(len(sample.ids_L), blocks)
         self._append_tokens(sample.ids_L, sample.targets_L, positions)
@@ -122,7 +123,7 @@ class MicrobatchBuilder:
         Args:
             sample: Decoded sample.
             meta: Metadata of the sample.
-            chosen: Whether to append each image.
+            selected: Whether to append each image.
             generated: Whether to append each target image.
         """
         first = self._cu_seqlens[-1]
@@ -137,7 +138,7 @@ class MicrobatchBuilder:
         ):
             if not is_selected:
                 continue
-            medium = self._reader.medium(image)
+            medium = self._reader.preprocessor_of(image)
             read = self._read.setdefault(medium.spec.encoder, _ImageLists())
             if pixels is not None:
                 read.pixels.append(pixels)
@@ -202,7 +203,7 @@ class MicrobatchBuilder:
         read = self._read[name]
         if not read.pixels:
             image = replace(read.images[0], frames=1)
-            empty = self._reader.medium(image).blank(image)
+            empty = self._reader.preprocessor_of(image).blank(image)
             pixels = empty[None][:0] if medium.is_stacked else empty[:0]
         else:
             pixels = np.stack(read.pixels) if medium.is_stacked else np.concatenate(read.pixels)
@@ -221,7 +222,7 @@ class MicrobatchBuilder:
         )
 
     def _vision_block(self, start: int, image: ImageMeta) -> VisionBlock:
-        block = self._reader.medium(image).token_grid(image)
+        block = self._reader.preprocessor_of(image).token_grid(image)
         spec = self._reader.text_spec
         per_second = spec.tokens_per_second
         if per_second is None:
@@ -259,7 +260,7 @@ def make_masked_sample(
         ids_L[start : start + image.tokens] = spec.image_token_id
         start += image.tokens
         here = held is None or held[number]
-        pixels.append(reader.medium(image).blank(image) if here else None)
+        pixels.append(reader.preprocessor_of(image).blank(image) if here else None)
     token_offsets = [np.arange(image.tokens) for image in meta.images]
     # Only the number of tokens matters.
     kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]

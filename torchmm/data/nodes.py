@@ -90,7 +90,7 @@ class DecodeFunction:
 
     Args:
         decoder: Maps the part of the rank to tensors.
-        decoding: Process id by slot. A worker writes its id when it starts a step.
+        worker_pids: Process id by slot. A worker writes its id when it starts a step.
         setup: Function that prepares a worker process. None without workers.
     """
 
@@ -122,7 +122,8 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
     While a thread runs `next`, other threads may only call `find_failure` and `describe_decoder`.
 
     Args:
-        begin: Returns the steps after a loader state. A state of None is the position of the run.
+        make_steps: Returns the steps after a loader state. A state of None is the position of the
+            run.
         decoder: Maps the part of this rank of a step to tensors.
         rank: Data-parallel rank.
         workers: Number of worker processes. With 0, `next` decodes.
@@ -132,7 +133,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
 
     def __init__(
         self,
-        begin: Callable[[State | None], StepIterator],
+        make_steps: Callable[[State | None], StepIterator],
         decoder: Dataset[DecodedStep],
         rank: int,
         *,
@@ -141,14 +142,14 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         pin_memory: bool,
     ) -> None:
         super().__init__()
-        self._begin = begin
+        self._make_steps = make_steps
         self._decoder = decoder
         self._rank = rank
         self._workers = workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._state: State = {}
-        self._steps = begin(None)
+        self._steps = make_steps(None)
         self.notice = self._steps.notice
         """Message about the loader state from which the run continues."""
         self._planned: deque[PlannedStep] = deque()
@@ -173,7 +174,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
             self._chain = self._start_chain()
         self.close()
         self._state = initial_state or {}
-        self._steps = self._begin(initial_state)
+        self._steps = self._make_steps(initial_state)
         self._planned.clear()
         self._num_stale += self._num_queued
         self._num_queued = 0

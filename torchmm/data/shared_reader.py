@@ -117,30 +117,30 @@ class ReaderClient:
         described: StreamsInfo = self._send_request(None)
         return described
 
-    def part(self, request_part: StepRequest) -> StepPart | None:
+    def part(self, step_request: StepRequest) -> StepPart | None:
         """Return a part of a step, see `StepPlanServer.part`."""
-        answer = self._send_request(request_part)
-        return answer if isinstance(answer, StepPart) else None
+        response = self._send_request(step_request)
+        return response if isinstance(response, StepPart) else None
 
-    def _send_request(self, request_part: StepRequest | None) -> Any:
+    def _send_request(self, step_request: StepRequest | None) -> Any:
         with self._lock:
             try:
                 if self._connection is None:
                     secret = self._address.secret.encode()
                     self._connection = Client(self._address.path, "AF_UNIX", authkey=secret)
-                self._connection.send((0, (self._validation, request_part)))
+                self._connection.send((0, (self._validation, step_request)))
                 if not self._connection.poll(self._timeout_s):
                     self._connection.close()  # A late response must not answer the next request.
                     raise TimeoutError
-                _, answer, _ = self._connection.recv()
+                _, response, _ = self._connection.recv()
             except (OSError, EOFError, AuthenticationError) as error:
                 self._connection = None
-                raise DataError(self._status_warning(error)) from error
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+                raise DataError(self._describe_failure(error)) from error
+        if isinstance(response, Exception):
+            raise response
+        return response
 
-    def _status_warning(self, error: Exception) -> str:
+    def _describe_failure(self, error: Exception) -> str:
         pid = self._address.pid
         who = "the reader process of the streams on this node (process"
         if isinstance(error, TimeoutError):
@@ -169,12 +169,12 @@ class _RequestHandler:
         self, request: tuple[bool, StepRequest | None], progress: Progress
     ) -> StreamsInfo | StepPart | Literal["end"] | Exception:
         """Return a part of a step, or a description of the sources if no part is requested."""
-        validation, request_part = request
+        validation, step_request = request
         try:
             samples, steps = self._open(validation)
-            if request_part is None:
+            if step_request is None:
                 return StreamsInfo(list(samples.feeds()), samples.digest())
-            return steps.part(request_part) or END
+            return steps.part(step_request) or END
         except (TorchmmError, UnknownStateError) as error:
             return error
 

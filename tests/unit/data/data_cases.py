@@ -138,7 +138,7 @@ def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> Da
 
 def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedRankSamples]:
     """Yield the samples that the rank of a loader decodes in each step, from the first step on."""
-    for step in loader._steps._begin(None):
+    for step in loader._steps._make_steps(None):
         yield rank_samples(step, loader._rank)
 
 

@@ -37,10 +37,10 @@ class FakeFileSystem:
         return [self.find(name) for name in sorted(self._files) if name.startswith(f"{address}/")]
 
     def read(self, file, start, end):
-        return self._files[file.address][start:end]
+        return self._files[file.url][start:end]
 
     def open(self, file):
-        return io.BytesIO(self._files[file.address])
+        return io.BytesIO(self._files[file.url])
 
     def derive(self, file, name, make):
         return make(self.open(file)), None

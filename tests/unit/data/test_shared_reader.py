@@ -171,7 +171,7 @@ def test_items_without_records_cannot_be_decoded(site):
     address = site.start()
     found = find_samples(site.data(), training(), streams=address, **site.specs)
     request = StepRequest(START_DIGEST, None, False, [0, 1], records=False)
-    part = found.ask(request)
+    part = found.request(request)
     assert all(item.record is None for pack in part.packs.values() for item in pack)
     with pytest.raises(AssertionError):
         found.decoder.decode([list(part.packs.values())])

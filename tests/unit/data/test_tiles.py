@@ -86,7 +86,10 @@ def ids_and_pixels(reader, *files, prompt=PROMPT, text=CAPTION):
         sample = reader.read(Record(columns))
     pairs = list(zip(sample.files, sample.images, strict=True))
     pixels = np.stack(
-        [to_model_inputs(reader.pixels(f, i), reader.medium(i).byte_values) for f, i in pairs]
+        [
+            to_model_inputs(reader.pixels(f, i), reader.preprocessor_of(i).byte_values)
+            for f, i in pairs
+        ]
     )
     assert sample.text.ids.count(reader.text_spec.image_token_id) == sum(
         file.placeholders if isinstance(file, Tile) else image.tokens for file, image in pairs

@@ -66,7 +66,7 @@ def test_seeking_decodes_same_frames_as_reading(monkeypatch: pytest.MonkeyPatch)
     data = make_video(400)
     clip, frames = VideoFile(data, PIXELS), [0, 7, 150, 151, 290, 399]
     assert len(clip._keys) > 10
-    assert clip._key_ahead(clip._times[0], clip._times[150]) > clip._times[100]
+    assert clip._keyframe_before(clip._times[0], clip._times[150]) > clip._times[100]
     seeking = [np.asarray(image) for image in clip.decode(frames)]
     monkeypatch.setattr(VideoFile, "_keyframe_before", lambda *_: -1)
     assert all(

@@ -29,11 +29,11 @@ class FileSystem(Protocol):
     All methods raise DataError if a store rejects a request or does not respond.
     """
 
-    def find(self, address: str) -> RemoteFile | None:
+    def find(self, url: str) -> RemoteFile | None:
         """Return the current version of the file at a URL, or None if it does not exist."""
         ...
 
-    def list(self, address: str) -> list[RemoteFile]:
+    def list(self, url: str) -> list[RemoteFile]:
         """Return the visible files at or below a URL or matching a pattern, sorted by name."""
         ...
 
@@ -63,7 +63,7 @@ class FileSystem(Protocol):
 class RemoteFile:
     """Version of a remote file."""
 
-    address: str
+    url: str
     size: int
     """Size in bytes."""
     version: str
@@ -71,18 +71,18 @@ class RemoteFile:
     storage: FileSystem = field(compare=False, repr=False)
 
     def __str__(self) -> str:
-        return redact_urls(self.address)
+        return redact_urls(self.url)
 
     @property
     def key(self) -> str:
         """Name of this version in caches."""
-        named = f"{self.address}\0{self.size}\0{self.version}"
+        named = f"{self.url}\0{self.size}\0{self.version}"
         return hashlib.sha256(named.encode()).hexdigest()[:40]
 
     @property
     def name(self) -> str:
         """Last part of the path."""
-        return posixpath.basename(parse_url(self.address).path)
+        return posixpath.basename(parse_url(self.url).path)
 
     @property
     def stem(self) -> str:
@@ -97,7 +97,7 @@ class RemoteFile:
     @property
     def parent(self) -> RemotePath:
         """Directory of the file."""
-        return RemotePath(self.address.rpartition("/")[0], self.storage)
+        return RemotePath(self.url.rpartition("/")[0], self.storage)
 
     def stat(self) -> SimpleNamespace:
         """Return the size as `st_size`."""
@@ -116,20 +116,20 @@ class RemoteFile:
 class RemotePath:
     """Remote directory, or remote file that may not exist."""
 
-    address: str
+    url: str
     storage: FileSystem = field(compare=False, repr=False)
 
     def __str__(self) -> str:
-        return redact_urls(self.address)
+        return redact_urls(self.url)
 
     def join(self, name: str) -> RemotePath | None:
         """Return the path of a file in this directory, or None if the name is outside of it."""
-        address = join_url(self.address, name)
-        return None if address is None else RemotePath(address, self.storage)
+        url = join_url(self.url, name)
+        return None if url is None else RemotePath(url, self.storage)
 
     def find(self) -> RemoteFile | None:
         """Return the current version of the file, or None if it does not exist."""
-        return self.storage.find(self.address)
+        return self.storage.find(self.url)
 
 
 AnyFile = Path | RemoteFile

@@ -20,7 +20,7 @@ class ParsedUrl(NamedTuple):
     """Parsed URL."""
 
     scheme: str
-    store: str
+    bucket: str
     """Bucket, host, or type of repository in hf:// URLs."""
     path: str
     """Path in the store without slashes at both ends."""
@@ -28,12 +28,12 @@ class ParsedUrl(NamedTuple):
     @property
     def root(self) -> str:
         """URL of the store."""
-        return f"{self.scheme}://{self.store}"
+        return f"{self.scheme}://{self.bucket}"
 
 
-def parse_url(address: str) -> ParsedUrl:
+def parse_url(url: str) -> ParsedUrl:
     """Parse a URL. A query string is part of the path."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = url.partition("://")
     store, _, path = rest.partition("/")
     return ParsedUrl(scheme.lower(), store, path.strip("/"))
 
@@ -43,8 +43,8 @@ def redact_urls(text: str) -> str:
     return _URL.sub(lambda match: _redact_url(match[0]), text)
 
 
-def _redact_url(address: str) -> str:
-    scheme, _, rest = address.partition("://")
+def _redact_url(url: str) -> str:
+    scheme, _, rest = url.partition("://")
     store, slash, path = rest.partition("/")
     user, at, host = store.rpartition("@")
     if ":" in user:
@@ -55,21 +55,21 @@ def _redact_url(address: str) -> str:
 
 def join_url(folder: str, name: str) -> str | None:
     """Return the URL of a file in a directory, or None if the name is outside of it."""
-    address = parse_url(folder)
-    name = name.removeprefix(posixpath.join(address.root, address.path, ""))
-    path = posixpath.normpath(posixpath.join("/", address.path, name))
-    inside = posixpath.join("/", address.path, "")
+    url = parse_url(folder)
+    name = name.removeprefix(posixpath.join(url.root, url.path, ""))
+    path = posixpath.normpath(posixpath.join("/", url.path, name))
+    inside = posixpath.join("/", url.path, "")
     if not path.startswith(inside) or path == inside or is_address(name):
         return None
-    return f"{address.root}{path}"
+    return f"{url.root}{path}"
 
 
-def glob_directory(address: str) -> str:
+def glob_directory(url: str) -> str:
     """Return the directory that contains all files that a glob pattern may match."""
-    match = _WILDCARD.search(address)
-    return address if match is None else address[: match.start()].rpartition("/")[0]
+    match = _WILDCARD.search(url)
+    return url if match is None else url[: match.start()].rpartition("/")[0]
 
 
-def is_glob(address: str) -> bool:
+def is_glob(url: str) -> bool:
     """Return True if a URL or path has wildcards."""
-    return _WILDCARD.search(address) is not None
+    return _WILDCARD.search(url) is not None

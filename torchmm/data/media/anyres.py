@@ -73,7 +73,7 @@ class AnyResTiling(TilingScheme):
 
         # Placeholders of all tiles follow the markers of the first tile. Offsets of later tiles are
         # relative to the markers of the tile, so they are negative.
-        kept, token_offsets = self._divide(box, tall, wide, rows, columns)
+        kept, token_offsets = self._divide_tiles(box, tall, wide, rows, columns)
         total = rows * (columns + 1)
         offsets = [each - (total if number else 0) for number, each in enumerate(token_offsets)]
         return TileGrid(
@@ -87,7 +87,7 @@ class AnyResTiling(TilingScheme):
     def pixels(self, image: Image.Image, grid: TileGrid, raw: bool = False) -> np.ndarray:
         return super().pixels(image, grid, raw)[: grid.tiles]
 
-    def _divide(
+    def _divide_tiles(
         self, box: Kept, tall: int, wide: int, rows: int, columns: int
     ) -> tuple[list[Kept], list[np.ndarray]]:
         """Return the kept tokens of each tile, and their positions among all tokens."""
@@ -99,7 +99,7 @@ class AnyResTiling(TilingScheme):
             for x in right:
                 lines = np.arange(*y.to)[:, None] * (columns + 1)
                 # A line ends in the tile that has the last column, once.
-                ends = np.arange(*y.own) * (columns + 1) + columns if x.last else np.arange(0)
+                ends = np.arange(*y.starting) * (columns + 1) + columns if x.last else np.arange(0)
                 shrunk = None
                 if sizes != [(rows, rows), (columns, columns)]:
                     shrunk = Shrunk(sizes[0], sizes[1], y.start, x.start, y.to, x.to)
@@ -118,7 +118,7 @@ class _AxisSpan(NamedTuple):
     """Index of the first kept row in the image."""
     to: tuple[int, int]
     """Range of shrunk rows to which the tile contributes."""
-    own: tuple[int, int]
+    starting: tuple[int, int]
     """Range of shrunk rows that start in this tile."""
     last: bool
     """Whether the tile has the last row of the image."""
@@ -141,9 +141,9 @@ def _axis_spans(low: int, high: int, after: int, tiles: int, side: int) -> list[
         first, end = (min(max(x - number * side, 0), side) for x in (low, high))
         start = number * side + first - low
         contributing = np.flatnonzero(weights[:, start : start + end - first].any(axis=1))
-        own = np.flatnonzero((begins >= start) & (begins < start + end - first))
+        starting = np.flatnonzero((begins >= start) & (begins < start + end - first))
         to, started = (
-            (int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (contributing, own)
+            (int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (contributing, starting)
         )
         last = end > first and start + end - first == high - low
         spans.append(_AxisSpan(first, end, start, to, started, last))

@@ -231,9 +231,9 @@ def align_rendering(
     """Find the strings of a sample in its rendered text.
 
     Args:
-        marked: Text rendered with markers.
-        plain: Text rendered with the strings of the sample.
-        marks: All markers.
+        marked_text: Text rendered with markers.
+        plain_text: Text rendered with the strings of the sample.
+        markers: All markers.
         optional: Turns for which the name of the tool may be omitted.
 
     Raises:

@@ -129,7 +129,7 @@ class TurnSpanFinder:
     Args:
         rendering: Rendered text.
         turns: Turns of the conversation.
-        habits: Text of the template around assistant messages.
+        delimiters: Text of the template around assistant messages.
         special: Pattern of special tokens.
         start_token: BOS token, or "".
         tail: Returns the text after the first k turns if these are rendered alone, or None if the

@@ -418,9 +418,9 @@ def resolution_settings(processor: Any) -> list[str]:
     return found + [key for key in keys if getattr(processor, key, None)]
 
 
-def png_thumbnail(picture: Image.Image, side_px: int) -> bytes:
+def png_thumbnail(image: Image.Image, side_px: int) -> bytes:
     """Return a PNG thumbnail whose sides are at most `side_px` pixels."""
-    small = picture.copy()
+    small = image.copy()
     small.thumbnail((side_px, side_px))
     buffer = io.BytesIO()
     small.save(buffer, "PNG")

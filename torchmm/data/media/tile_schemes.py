@@ -74,7 +74,7 @@ class TilingScheme(ABC):
         Args:
             width_px: Width in pixels.
             height_px: Height in pixels.
-            most: Maximum number of tiles.
+            max_tiles: Maximum number of tiles.
         """
 
     def pixels(self, image: Image.Image, grid: TileGrid, raw: bool = False) -> np.ndarray:

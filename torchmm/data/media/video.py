@@ -224,7 +224,7 @@ def sample_frame_indices(
         duration_s: Duration of the video in seconds.
         config: Frame rate and limits.
         group: Number of frames per patch.
-        most: Additional maximum number of frames.
+        frame_limit: Additional maximum number of frames.
 
     Returns:
         At least one number, ascending.

@@ -31,11 +31,11 @@ VIDEO_FORMATS = {
 """Formats by file suffix. H.264 and VP9 require even heights and widths."""
 
 
-def encode_video(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4") -> bytes:
+def encode_video(images: Sequence[Image.Image], fps: int, suffix: str = "mp4") -> bytes:
     """Return the content of a video file.
 
     Args:
-        pictures: RGB frames of equal size, in order.
+        images: RGB frames of equal size, in order.
         fps: Frames per second.
         suffix: File format, a key of `VIDEO_FORMATS`.
 
@@ -50,11 +50,11 @@ def encode_video(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4")
     stream = io.BytesIO()
     with av.open(stream, "w", format=container.name) as file:
         track: Any = file.add_stream(container.codec, rate=fps, options=container.options)
-        track.width, track.height = pictures[0].size
+        track.width, track.height = images[0].size
         track.pix_fmt = container.pixel_format
         track.codec_context.thread_count = 1  # the same bytes on every machine
-        for picture in pictures:
-            frame = av.VideoFrame.from_ndarray(np.asarray(picture.convert("RGB")), format="rgb24")
+        for image in images:
+            frame = av.VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
             file.mux(track.encode(frame))
         file.mux(track.encode())
     return stream.getvalue()

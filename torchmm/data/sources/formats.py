@@ -54,7 +54,7 @@ class SourceFormat(Protocol):
             config: The source.
             files: Result of `find_files`.
             fingerprint: Fingerprint of the files.
-            places: Cache of the positions of records.
+            offset_cache: Cache of the positions of records.
 
         Raises:
             DataError: The source cannot be read.
@@ -117,16 +117,16 @@ def url_with_revision(config: SourceConfig) -> str:
     """Return the URL of a source, with `revision` inserted into hf:// URLs."""
     if config.revision is None or not config.path.startswith("hf://"):
         return config.path
-    address = parse_url(config.path)
-    parts = address.path.split("/")
-    at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
+    url = parse_url(config.path)
+    parts = url.path.split("/")
+    at = 1 if url.bucket in ("datasets", "spaces", "buckets") else 0
     if at >= len(parts) or "@" in parts[at]:
         raise ConfigError(
             f"source {config.path!r}: revision = {config.revision!r}, but the path has its "
             "own revision or is not a Hub data set; keep one revision"
         )
     parts[at] += f"@{config.revision.replace('/', '%2F')}"
-    return f"{address.root}/{'/'.join(parts)}"
+    return f"{url.root}/{'/'.join(parts)}"
 
 
 def check_hub_keys(config: SourceConfig) -> None:

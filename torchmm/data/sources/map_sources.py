@@ -306,11 +306,11 @@ def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFil
     """
     if is_address(config.path):
         assert storage is not None, "see open_file_system"
-        address = url_with_revision(config)
-        listed = storage.list(address)
-        inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
-        of_split = [file for file in listed if file.address.startswith(inside)]
-        return list(of_split if of_split and not is_glob(address) else listed)
+        url = url_with_revision(config)
+        listed = storage.list(url)
+        inside = f"{url.rstrip('/')}/{Split.of(config).name}/"
+        of_split = [file for file in listed if file.url.startswith(inside)]
+        return list(of_split if of_split and not is_glob(url) else listed)
     path = Path(config.path).expanduser()
     if (root := _split_directory(config)) is not None:
         files = [file for file in root.rglob("*") if file.is_file()]
@@ -407,11 +407,11 @@ def _relative_names(
         if not directory.is_dir():
             return None
         return {file: file.relative_to(directory).parts for file in local}
-    address = url_with_revision(config).rstrip("/")
+    url = url_with_revision(config).rstrip("/")
     remote = [file for file in files if isinstance(file, RemoteFile)]
-    if is_glob(address) or any(file.address == address for file in remote):
+    if is_glob(url) or any(file.url == url for file in remote):
         return None
-    return {f: tuple(f.address.removeprefix(address).strip("/").split("/")) for f in remote}
+    return {f: tuple(f.url.removeprefix(url).strip("/").split("/")) for f in remote}
 
 
 def _find_split(parts: Sequence[str], name: str, kind: str) -> str | None:
@@ -429,9 +429,9 @@ def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
     if not files:
         return None
     if isinstance(files[0], RemoteFile):
-        address = glob_directory(url_with_revision(config)).rstrip("/")
-        single = any(f.address == address for f in files if isinstance(f, RemoteFile))
-        return RemotePath(address.rpartition("/")[0] if single else address, files[0].storage)
+        url = glob_directory(url_with_revision(config)).rstrip("/")
+        single = any(f.url == url for f in files if isinstance(f, RemoteFile))
+        return RemotePath(url.rpartition("/")[0] if single else url, files[0].storage)
     if (directory := _split_directory(config)) is not None:
         return str(directory.absolute())
     return os.path.commonpath([str(file.parent) for file in files])

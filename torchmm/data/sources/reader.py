@@ -110,7 +110,7 @@ class SampleReader:
         image_specs: Format of the inputs of each encoder, by name. All vision encoders read each
             image and video, and all audio encoders each audio file. Unread files are omitted.
         tokenizer: Tokenizer of the LLM.
-        drawings: Preprocessor of target images. If None, they are omitted.
+        target_preprocessor: Preprocessor of target images. If None, they are omitted.
 
     Raises:
         ConfigError: The processor of an encoder does not match, or there is no placeholder token.
@@ -172,8 +172,8 @@ class SampleReader:
 
         Args:
             record: Record of a source.
-            known: Metadata from the index. If set, only tiled images and videos are opened.
-            opened: Counter of read bytes.
+            index_meta: Metadata from the index. If set, only tiled images and videos are opened.
+            read_counter: Counter of read bytes.
 
         Raises:
             ConfigError: The record has videos, but PyAV is not installed.
@@ -266,7 +266,7 @@ class SampleReader:
     def _count_columns(self, image: ImageMeta) -> int:
         if image is self._oversized_meta:
             return 1
-        return self.medium(image).token_grid(image)[2]
+        return self.preprocessor_of(image).token_grid(image)[2]
 
     def _open_files(
         self,
@@ -279,8 +279,8 @@ class SampleReader:
 
         Args:
             sample: Sample with an encoder for each file.
-            known: Metadata from the index, or None.
-            opened: Counter of read bytes.
+            index_meta: Metadata from the index, or None.
+            read_counter: Counter of read bytes.
             dropped: Counter to which dropped frames are added.
         """
         segments: list[Segment] = []
@@ -375,7 +375,7 @@ class SampleReader:
         Args:
             file: Undecoded file.
             image: Expected sizes.
-            opened: Counter of read bytes.
+            read_counter: Counter of read bytes.
 
         Raises:
             CorruptSampleError: The file cannot be decoded, or its sizes differ from `image`.
@@ -393,7 +393,7 @@ class SampleReader:
             return file.pixels()
         return self.media[name].pixels(file, image)
 
-    def medium(self, image: ImageMeta) -> MediaPreprocessor | VideoMedia:
+    def preprocessor_of(self, image: ImageMeta) -> MediaPreprocessor | VideoMedia:
         """Return the preprocessor of an image, audio file or video."""
         name = image.encoder or self.encoders[0]
         # Audio also has a duration, but audio encoders have no entry in `video_media`.

@@ -139,7 +139,7 @@ def warn_about_training_rows(
     Args:
         validation_config: Settings of the validation source.
         records: Records of the validation source.
-        trained: Settings of all training sources.
+        training_configs: Settings of all training sources.
     """
     count = records.all_rows if isinstance(records, ConfiguredSource) else None
     for config in training_configs:

@@ -67,7 +67,7 @@ class TarSamples:
     Args:
         shards: Uncompressed tar files.
         omitted_keys: Keys of omitted samples, by shard.
-        places: Cache of the offsets.
+        offset_cache: Cache of the offsets.
 
     Raises:
         DataError: A shard is truncated or compressed.
@@ -150,7 +150,7 @@ class WebdatasetSource:
     Args:
         shards: Uncompressed tar files.
         fingerprint: Fingerprint of the shards.
-        places: Cache of the offsets.
+        offset_cache: Cache of the offsets.
     """
 
     def __init__(

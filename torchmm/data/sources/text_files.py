@@ -64,7 +64,7 @@ class TextFile:
     Args:
         path: The file. Paths in records are relative to its directory.
         content: The file, or its decompressed copy.
-        places: Cache of the offsets of remote files.
+        offset_cache: Cache of the offsets of remote files.
     """
 
     record_name = "line"

@@ -35,8 +35,8 @@ MakeSteps = Callable[[StepPosition], StepIterator]
 class _RankStepHandler:
     """Request handler of the process, which returns the next step for its rank."""
 
-    def __init__(self, begin: MakeSteps, position: StepPosition) -> None:
-        self._begin, self._position = begin, position
+    def __init__(self, make_steps: MakeSteps, position: StepPosition) -> None:
+        self._make_steps, self._position = make_steps, position
         self._steps: StepIterator | None = None
 
     def __call__(
@@ -44,7 +44,7 @@ class _RankStepHandler:
     ) -> PlannedStep | Literal["end"] | Exception:
         try:
             if self._steps is None:
-                self._steps = self._begin(self._position)
+                self._steps = self._make_steps(self._position)
             step = next(self._steps, None)
         except TorchmmError as error:
             return error
@@ -66,19 +66,19 @@ class BackgroundSteps:
     A step from the process has only the sequences of its rank.
 
     Args:
-        begin: Returns the steps after a position.
+        make_steps: Returns the steps after a position.
         position: Position of the first step.
     """
 
-    def __init__(self, begin: MakeSteps, position: StepPosition) -> None:
-        self._begin, self._position = begin, position
+    def __init__(self, make_steps: MakeSteps, position: StepPosition) -> None:
+        self._make_steps, self._position = make_steps, position
         self._number = 0
         """Number of the last step, counted from `position`."""
-        self._steps: StepIterator | None = begin(position)
+        self._steps: StepIterator | None = make_steps(position)
         self.notice = self._steps.notice
         """Message about the state before the first step."""
         self._process = RestartingProcess[PlannedStep | Literal["end"]](
-            lambda: StepProcess(_RankStepHandler(self._begin, self._position), "reordering"),
+            lambda: StepProcess(_RankStepHandler(self._make_steps, self._position), "reordering"),
             logger,
             task="reordering a step",
             fallback="steps are reordered in the training process",
@@ -98,7 +98,7 @@ class BackgroundSteps:
             self._advance(step)
         else:
             if self._steps is None:
-                self._steps = self._begin(self._position)
+                self._steps = self._make_steps(self._position)
             with self._process.compute_here():
                 step = next(self._steps)
                 self._advance(step)

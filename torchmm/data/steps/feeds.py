@@ -429,7 +429,7 @@ class Mixture:
         """Return the number of passes over the current source with the fewest passes.
 
         Args:
-            waiting: Taken samples that no step has used yet. They are not counted, because small
+            unused: Taken samples that no step has used yet. They are not counted, because small
                 sources may be packed several passes ahead.
         """
         weights = self.stages[self._stage].weights

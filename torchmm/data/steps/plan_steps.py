@@ -109,7 +109,7 @@ class StepPacks:
     """Samples grouped by sequence."""
     starts_P1: Int64s
     """Start of each sequence in `samples`, followed by the end of the last sequence."""
-    describe: Callable[[SampleKey], Item]
+    make_item: Callable[[SampleKey], Item]
     """Function that returns a sample as an object."""
     image_sizes: Callable[[SampleArrays, Sequence[str]], ImageSizes]
     """Function that returns the sizes of the images of samples, for named modules."""
@@ -120,7 +120,7 @@ class StepPacks:
 
     def items(self, samples: slice | Int64s) -> PackItems:
         """Return sample objects by their indices in `samples`."""
-        return [self.describe(name) for name in self.samples.select(samples).sample_keys()]
+        return [self.make_item(name) for name in self.samples.select(samples).sample_keys()]
 
 
 def packs_from_items(packs: Sequence[PackItems]) -> StepPacks:
@@ -160,13 +160,15 @@ class PlannedStep:
     @property
     def ranks(self) -> LazyByRank[list[PackItems]]:
         """Sequences by rank and microbatch."""
-        return LazyByRank(len(self.sequences_RMB), self._share)
+        return LazyByRank(len(self.sequences_RMB), self._sequences_of_rank)
 
     def metas(self, sequence_length: int) -> LazyByRank[MicrobatchMeta]:
         """Return the metadata of each microbatch, by rank."""
 
         def metas_of_rank(rank: int) -> list[MicrobatchMeta]:
-            metas = [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+            metas = [
+                microbatch_meta(packs, sequence_length) for packs in self._sequences_of_rank(rank)
+            ]
             if self.encoded is None:
                 return metas
             rank_images = self.encoded(rank)
@@ -174,7 +176,7 @@ class PlannedStep:
 
         return LazyByRank(len(self.sequences_RMB), metas_of_rank)
 
-    def _share(self, rank: int) -> list[list[PackItems]]:
+    def _sequences_of_rank(self, rank: int) -> list[list[PackItems]]:
         return [[self.pack(n) for n in packs] for packs in self.sequences_RMB[rank].tolist()]
 
 
@@ -323,7 +325,7 @@ class StepPlanner:
         names = samples.sample_keys() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
         sizes = partial(self._image_sizes, items)
-        packs = StepPacks(samples, starts_P1, partial(self._describe, items), sizes)
+        packs = StepPacks(samples, starts_P1, partial(self._make_item, items), sizes)
         sequences_RMB = packing_order(self._training, self._data_parallel_size)
         unused, _ = self._unused_samples()
         epoch = self._mixture.epoch(unused)
@@ -379,9 +381,9 @@ class StepPlanner:
         """
         unused, packs_N = self._unused_samples()
         chosen, starts_P1 = group_by_sequence(packs_N, np.asarray(numbers, np.int64))
-        rest = np.ones(len(packs_N), bool)
-        rest[chosen] = False
-        self._unused = [(unused.select(rest), packs_N[rest])]
+        is_unused = np.ones(len(packs_N), bool)
+        is_unused[chosen] = False
+        self._unused = [(unused.select(is_unused), packs_N[is_unused])]
         empty = self._training.global_batch_size - len(numbers)
         return unused.select(chosen), np.append(starts_P1, np.full(empty, starts_P1[-1]))
 
@@ -389,7 +391,7 @@ class StepPlanner:
         peeked, packs = zip(*self._unused, strict=True)
         return concat_samples(peeked), np.concatenate(packs)
 
-    def _describe(self, items: Mapping[SampleKey, Item], name: SampleKey) -> Item:
+    def _make_item(self, items: Mapping[SampleKey, Item], name: SampleKey) -> Item:
         feed, epoch, index = name
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
 

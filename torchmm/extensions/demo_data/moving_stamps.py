@@ -38,7 +38,7 @@ FEATURES = datasets.Features(
 class Motion(NamedTuple):
     """Center and side of the stamp in the first and the last frame, as fractions of the square."""
 
-    words: str
+    sentence: str
     start: tuple[float, float, float]
     end: tuple[float, float, float]
 
@@ -83,17 +83,19 @@ def _rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
             motion = MOTIONS[number % len(MOTIONS)]
             yield {
                 "clip": _animation(image, motion, options["frames"], options["size_px"]),
-                "text": f"{stamp['text']} {motion.words}",
+                "text": f"{stamp['text']} {motion.sentence}",
                 "file": stamp["file"],
             }
 
 
 def _animation(image: Image.Image, motion: Motion, frames: int, size_px: int) -> bytes:
     """Return an animated PNG."""
-    stages = [frame_at(image, motion, number / (frames - 1), size_px) for number in range(frames)]
+    frame_images = [
+        frame_at(image, motion, number / (frames - 1), size_px) for number in range(frames)
+    ]
     stream = io.BytesIO()
-    options: dict[str, Any] = {"save_all": True, "append_images": stages[1:]}
-    stages[0].save(stream, "PNG", duration=FRAME_MS, loop=0, **options)
+    options: dict[str, Any] = {"save_all": True, "append_images": frame_images[1:]}
+    frame_images[0].save(stream, "PNG", duration=FRAME_MS, loop=0, **options)
     return stream.getvalue()
 
 
@@ -102,7 +104,7 @@ def frame_at(image: Image.Image, motion: Motion, time: float, size_px: int) -> I
     x, y, side = (a + (b - a) * time for a, b in zip(motion.start, motion.end, strict=True))
     scale = side * size_px / max(image.size)
     width, height = (max(1, round(scale * length)) for length in image.size)
-    shown = image.resize((width, height), Image.Resampling.LANCZOS)
+    displayed = image.resize((width, height), Image.Resampling.LANCZOS)
     frame = Image.new("RGB", (size_px, size_px), "white")
-    frame.paste(shown, (round(x * size_px - width / 2), round(y * size_px - height / 2)))
+    frame.paste(displayed, (round(x * size_px - width / 2), round(y * size_px - height / 2)))
     return frame

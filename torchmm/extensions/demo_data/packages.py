@@ -50,12 +50,17 @@ def download_debian_package(name: str, directory: Path) -> Package:
     directory.mkdir(parents=True, exist_ok=True)
     if not _newest_file(directory, f"{name}_*.deb"):
         lists = (directory / "apt").absolute()
-        own = ["-o", f"Dir::State::lists={lists}/lists", "-o", f"Dir::Cache={lists}/cache"]
+        separate_lists = [
+            "-o",
+            f"Dir::State::lists={lists}/lists",
+            "-o",
+            f"Dir::Cache={lists}/cache",
+        ]
         if not _run(["apt-get", "download", name], directory):
             (lists / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
             (lists / "lists" / "partial").mkdir(parents=True, exist_ok=True)
-            _run(["apt-get", *own, "update"], directory)
-            _run(["apt-get", *own, "download", name], directory)
+            _run(["apt-get", *separate_lists, "update"], directory)
+            _run(["apt-get", *separate_lists, "download", name], directory)
     file = _newest_file(directory, f"{name}_*.deb")
     if file is None:
         raise DataError(
@@ -126,12 +131,12 @@ def _newest_file(directory: Path, pattern: str) -> Path | None:
 
 def _run(command: list[str], directory: Path) -> bool:
     """Run a command with its output on standard error. Return True if it succeeded."""
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=directory, check=False, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL
     )
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def _output(command: list[str]) -> str:
-    done = subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
-    return done.stdout.strip()
+    result = subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
+    return result.stdout.strip()

@@ -76,13 +76,13 @@ def is_held_out(time: str) -> bool:
 
 def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterator[dict[str, Any]]:
     """Yield the times of a split. All times occur before a time repeats in a new image."""
-    choose = random.Random(split)
+    split_rng = random.Random(split)
     times = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
-    own = [time for time in times if is_held_out(time) == (split != "train")]
-    choose.shuffle(own)
-    for number, time in zip(range(count), cycle(own), strict=False):
+    times_of_split = [time for time in times if is_held_out(time) == (split != "train")]
+    split_rng.shuffle(times_of_split)
+    for number, time in zip(range(count), cycle(times_of_split), strict=False):
         stream = io.BytesIO()
-        render_time(time, choose.choice(fonts), choose).save(stream, "PNG")
+        render_time(time, split_rng.choice(fonts), split_rng).save(stream, "PNG")
         yield {
             "image": {"bytes": stream.getvalue(), "path": None},
             "text": time,
@@ -90,13 +90,13 @@ def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterat
         }
 
 
-def render_time(time: str, font: ImageFont.FreeTypeFont, place: random.Random) -> Image.Image:
-    """Return an image of hours above minutes. `place` samples position and gray value."""
+def render_time(time: str, font: ImageFont.FreeTypeFont, rng: random.Random) -> Image.Image:
+    """Return an image of hours above minutes. `rng` samples position and gray value."""
     image = Image.new("RGB", (SIDE_PX, SIDE_PX), (BACKGROUND_GRAY,) * 3)
     pen = ImageDraw.Draw(image)
-    ink = (place.randint(0, MAX_TEXT_GRAY),) * 3
+    color = (rng.randint(0, MAX_TEXT_GRAY),) * 3
     for line, text in enumerate(time.split(":")):
-        x = SIDE_PX // 2 + place.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
-        y = SIDE_PX // 4 + line * SIDE_PX // 2 + place.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
-        pen.text((x, y), text, ink, font, anchor="mm")
+        x = SIDE_PX // 2 + rng.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
+        y = SIDE_PX // 4 + line * SIDE_PX // 2 + rng.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX)
+        pen.text((x, y), text, color, font, anchor="mm")
     return image

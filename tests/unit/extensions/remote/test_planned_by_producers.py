@@ -157,8 +157,8 @@ def test_steps_are_planned_once_for_all_ranks(site, monkeypatch):
     address = site.start()
     positions = []
     plans = site.opened[0]._plans._steps[False]
-    make = plans._make
-    plans._make = lambda *position: (positions.append(position), make(*position))[1]
+    make = plans._make_steps
+    plans._make_steps = lambda *position: (positions.append(position), make(*position))[1]
     for rank in range(2):
         take(site.loader(address, rank=rank))
     assert positions == [(None, False)]

@@ -316,5 +316,5 @@ def test_requests_are_proportional_to_workers():
 def test_busy_and_unresponsive_producers_are_last():
     idle, busy = ProducerStatus("idle:1", "f", 1, 1), ProducerStatus("busy:1", "f", 1, 2)
     assert all(order_producers([idle, busy], step) == ["idle:1", "busy:1"] for step in range(4))
-    last = order_producers([idle, busy], 0, avoided={"idle:1": 0.0})
+    last = order_producers([idle, busy], 0, deprioritized={"idle:1": 0.0})
     assert last == ["busy:1", "idle:1"]

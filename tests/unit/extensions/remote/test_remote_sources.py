@@ -19,7 +19,8 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.remote_files import RemotePath, open_file_system
 from torchmm.data.identity import SamplesDigest
-from torchmm.data.sources.map_sources import open_map_source, pinned, resolve_files
+from torchmm.data.sources.formats import url_with_revision
+from torchmm.data.sources.map_sources import open_map_source, resolve_files
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import DataConfig, SourceConfig
@@ -294,10 +295,10 @@ def test_splits_of_remote_files_are_selected_or_rejected(object_server, tmp_path
 
 def test_revision_is_added_to_hub_url():
     config = SourceConfig(path="hf://datasets/owner/name/train/*.parquet", revision="abc")
-    assert pinned(config) == "hf://datasets/owner/name@abc/train/*.parquet"
+    assert url_with_revision(config) == "hf://datasets/owner/name@abc/train/*.parquet"
     for path in ("hf://datasets/owner/name@main/x", "hf://datasets/owner"):
         with pytest.raises(ConfigError, match="revision"):
-            pinned(SourceConfig(path=path, revision="abc"))
+            url_with_revision(SourceConfig(path=path, revision="abc"))
     with pytest.raises(ConfigError, match="revision = 'abc' applies only to Hub data sets"):
         resolve_files(SourceConfig(path="data", revision="abc", format="json"))
 
@@ -307,4 +308,4 @@ def test_root_of_remote_source_is_its_folder(store, tmp_path):
         assert len(open_at(tmp_path, address)) == COUNT
     record = open_at(tmp_path, "s3://formats/parquet/*.parquet").read(0)
     assert isinstance(record.root, RemotePath)
-    assert record.root.address == "s3://formats/parquet"
+    assert record.root.url == "s3://formats/parquet"

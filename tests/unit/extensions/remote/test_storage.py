@@ -94,7 +94,7 @@ def test_remote_lists_and_patterns_match_files(store, tmp_path):
     storage = open_storage(tmp_path)
 
     def names(address: str) -> list[str]:
-        return [file.address.removeprefix("s3://first/") for file in storage.list(address)]
+        return [file.url.removeprefix("s3://first/") for file in storage.list(address)]
 
     assert names("s3://first/x") == names("s3://first") == ["x/a.bin", "x/y/b.bin"]
     assert names("s3://first/x/*.bin") == names("s3://first/x/[ab].bin") == ["x/a.bin"]

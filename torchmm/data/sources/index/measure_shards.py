@@ -82,7 +82,7 @@ def measure_shard(
         records: Range of records of the shard.
         directory: Directory of the index.
         number: Number of the shard.
-        tell: Called after each record with the number of measured records.
+        on_progress: Called after each record with the number of measured records.
     """
     tokens: list[int] = []
     images = _DistinctRows(8)

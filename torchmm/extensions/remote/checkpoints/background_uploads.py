@@ -200,7 +200,7 @@ def assign_uploads(names: Sequence[str], local_files: Sequence[Sequence[str]]) -
 
     Args:
         names: Names of all files.
-        here: Names of the files on the node of each rank.
+        local_files: Names of the files on the node of each rank.
     """
     files_by_rank = [set(found) for found in local_files]
     parts: list[list[str]] = [[] for _ in local_files]

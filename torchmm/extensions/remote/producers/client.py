@@ -84,7 +84,7 @@ class ProducerClient:
 
         Args:
             first: Step number that selects the first producer (`ProducerSelector.order_producers`).
-            question: Call to a producer.
+            call: Call to a producer.
 
         Raises:
             DataError: No producer has responded for `retry_timeout_s`, a producer rejects the
@@ -150,7 +150,7 @@ class ProducerClient:
 
     def _describe_no_response(self, errors_by_address: dict[str, str], is_permanent: bool) -> str:
         messages = [f"{address}: {why}" for address, why in errors_by_address.items()]
-        answers = "; ".join([*messages, *filter(None, [self._selector.status_warning])])
+        answers = "; ".join([*messages, *filter(None, [self._selector.registry_error])])
         limit = f"within data.producers.retry_timeout_s = {self._config.retry_timeout_s:g} s "
         return (
             f"no producer has responded {'' if is_permanent else limit}({answers}). Start "
@@ -163,7 +163,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
     """Dataset that requests the microbatches of one rank. Picklable before its first use.
 
     Args:
-        asking: Client for producers with the same data.
+        producer_client: Client for producers with the same data.
         fingerprint: Fingerprint of the data and the preprocessing settings.
         rank: Data-parallel rank of this process. Ranks start with different producers.
         reads: Images that this rank decodes. If None, it decodes all images.

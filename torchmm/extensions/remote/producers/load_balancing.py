@@ -54,7 +54,7 @@ class ProducerSelector:
         self._failed_s: dict[str, float] = {}
         self.excluded: dict[str, str] = {}
         """Wrong responses by address. These producers are not used again."""
-        self.status_warning = ""
+        self.registry_error = ""
         """Error of the registry, or "" without an error."""
 
     def order_producers(self, number: int) -> list[str]:
@@ -89,12 +89,12 @@ class ProducerSelector:
                 self._client = connect_client(registry, self._certificate, MAX_LIST_BYTES)
             listed = list_producers(self._client)
         except CALL_ERRORS as error:  # known producers may still be available
-            self.status_warning = f"registry {registry}: {describe_error(error)}"
-            logger.debug("%s", self.status_warning)
+            self.registry_error = f"registry {registry}: {describe_error(error)}"
+            logger.debug("%s", self.registry_error)
             return
         self._known = [each for each in listed if self._fingerprint in (None, each.fingerprint)]
         num_others = len(listed) - len(self._known)
-        self.status_warning = (
+        self.registry_error = (
             f"registry {registry} lists {len(self._known)} producers"
             + f" of the same data and {num_others} of other data" * bool(num_others)
         )
@@ -108,7 +108,7 @@ def order_producers(
     Args:
         producers: Reports of the producers.
         number: Number of the step.
-        avoided: Addresses that are last.
+        deprioritized: Addresses that are last.
     """
     # Larger clusters have the same fractions of fewer turns, so that sorting stays fast.
     scale = max(1.0, sum(each.workers for each in producers) / MAX_SLOTS)

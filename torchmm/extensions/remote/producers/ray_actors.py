@@ -139,7 +139,7 @@ def _connect(starts_cluster: bool) -> bool:
     """Connect to the cluster at RAY_ADDRESS, or start a cluster that is limited to this host.
 
     Args:
-        alone: Whether to start a cluster.
+        starts_cluster: Whether to start a cluster.
 
     Returns:
         Whether this process has to disconnect.

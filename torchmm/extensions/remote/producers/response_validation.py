@@ -196,7 +196,7 @@ class _RequestedMicrobatch:
             raise ValueError(text)
         found = []
         for value, image, sample in zip(values, images, samples, strict=True):
-            _, rows, columns = self._decoder.reader.medium(image).token_grid(image)
+            _, rows, columns = self._decoder.reader.preprocessor_of(image).token_grid(image)
             is_masked = sample_name(sample) in corrupt  # `_compare` checks the rectangle
             if not is_masked and not _is_tile_region(value, image, rows, columns, len(images)):
                 raise ValueError(f"part {name!r}: kept = {_shorten(value)} is not a part of a tile")

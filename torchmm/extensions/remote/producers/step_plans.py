@@ -286,7 +286,7 @@ class PlanClient:
         for each in meta.images:
             if (meta.encoder if each.encoder is None else each.encoder) not in known:
                 raise ValueError(f"{name} has an image for an unknown encoder")
-            if prod(self._reader.medium(each).grid_thw(each)) != each.patches:
+            if prod(self._reader.preprocessor_of(each).grid_thw(each)) != each.patches:
                 raise ValueError(f"{name} has an image with a wrong number of patches")
             if each.tokens > meta.tokens:
                 raise ValueError(f"{name} has fewer tokens than one of its images")

@@ -66,42 +66,42 @@ class RemoteFileSystem:
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFileSystem, self._settings  # connections are not shared between processes
 
-    def client(self, address: str) -> StoreClient:
+    def client(self, url: str) -> StoreClient:
         """Return the client of this process for the storage of a URL. May raise ConfigError."""
         if self._process != os.getpid():
             self._clients = {}
             self._process = os.getpid()
-        root = parse_url(address).root
+        root = parse_url(url).root
         if root not in self._clients:
             self._clients[root] = StoreClient(root, self._retry_timeout_s)
         return self._clients[root]
 
-    def find(self, address: str) -> RemoteFile | None:
+    def find(self, url: str) -> RemoteFile | None:
         """Return the current version of the file at a URL, or None if it does not exist.
 
         Raises:
             DataError: The remote storage rejects the request or does not respond.
         """
         try:
-            found = self.client(address).stat(parse_url(address).path)
+            found = self.client(url).stat(parse_url(url).path)
         except MissingError:
             return None
-        return RemoteFile(address, found.size, found.version, self)
+        return RemoteFile(url, found.size, found.version, self)
 
-    def list(self, address: str) -> list[RemoteFile]:
+    def list(self, url: str) -> list[RemoteFile]:
         """Return the files at, below or matching a URL, see `FileSystem.list`."""
-        folder = parse_url(glob_directory(address))
-        pattern = parse_url(address).path if is_glob(address) else None
-        if pattern is None and folder.path and (one := self.find(address)) is not None:
+        folder = parse_url(glob_directory(url))
+        pattern = parse_url(url).path if is_glob(url) else None
+        if pattern is None and folder.path and (one := self.find(url)) is not None:
             return [one]
         files = []
-        client = self.client(address)
+        client = self.client(url)
         for found in client.list(folder.path):
             inside = posixpath.relpath(found.path, folder.path or ".")
             hidden = any(part.startswith(".") for part in inside.split("/"))
             if not hidden and (pattern is None or _matches_glob(found.path, pattern)):
-                address = f"{folder.root}/{found.path}"
-                files.append(RemoteFile(address, found.size, found.version, self))
+                url = f"{folder.root}/{found.path}"
+                files.append(RemoteFile(url, found.size, found.version, self))
         return files
 
     def read(self, file: RemoteFile, start: int, end: int, keep: bool = True) -> bytes:
@@ -202,8 +202,8 @@ class RemoteFileSystem:
 
     def _request(self, file: RemoteFile, start: int, end: int) -> bytes:
         try:
-            path = parse_url(file.address).path
-            return self.client(file.address).read(path, start, end, file.version)
+            path = parse_url(file.url).path
+            return self.client(file.url).read(path, start, end, file.version)
         except MissingError:
             raise ReplacedError(f"{file} was removed while it was being read") from None
 

@@ -302,16 +302,14 @@ class _Filesystem:
     """Other URLs, which are accessed through fsspec."""
 
     def __init__(self, root: str) -> None:
-        address = parse_url(root)
-        if (address.scheme in LOCAL_SCHEMES and root != LOCAL_ROOT) or "::" in root:
+        url = parse_url(root)
+        if (url.scheme in LOCAL_SCHEMES and root != LOCAL_ROOT) or "::" in root:
             raise ConfigError(f"{root}: use plain paths for local files")
         try:
-            self._files: Any = fsspec.filesystem(address.scheme, skip_instance_cache=True)
+            self._files: Any = fsspec.filesystem(url.scheme, skip_instance_cache=True)
         except (ValueError, ImportError) as error:
-            raise ConfigError(
-                f"{root}: fsspec cannot open {address.scheme}:// ({error})"
-            ) from error
-        self._prefix = f"{address.store}/"
+            raise ConfigError(f"{root}: fsspec cannot open {url.scheme}:// ({error})") from error
+        self._prefix = f"{url.bucket}/"
         self._is_local = root == LOCAL_ROOT
 
     def stat(self, path: str) -> ObjectInfo:

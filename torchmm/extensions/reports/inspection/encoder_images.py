@@ -36,7 +36,7 @@ def displayed_images(
             raise CorruptSampleError("a video without frames")
         original = frames[0]
     elif isinstance(file, Tile):
-        original = file.of.image()
+        original = file.parent.image()
     else:
         original = decode_rgb(require_bytes(file), reader.max_pixels)
     pixels = to_model_inputs(reader.pixels(file, image), preprocessor.byte_values)
@@ -54,15 +54,15 @@ def pixels_to_image(
         image: Metadata of the image.
     """
     if pixels.ndim == 3:
-        picture_HWC = pixels.transpose(1, 2, 0)
+        image_HWC = pixels.transpose(1, 2, 0)
     else:
         grid = preprocessor.grid(image.width_px, image.height_px, image.frame_pixels)
-        picture_HWC = _from_patches(preprocessor, pixels, grid.rows, grid.columns)
+        image_HWC = _from_patches(preprocessor, pixels, grid.rows, grid.columns)
     processor = preprocessor.processor
     if getattr(processor, "do_normalize", False):
         deviation, mean = (np.asarray(v) for v in (processor.image_std, processor.image_mean))
-        picture_HWC = picture_HWC * deviation + mean
-    return Image.fromarray(np.rint(picture_HWC.clip(0, 1) * 255).astype(np.uint8))
+        image_HWC = image_HWC * deviation + mean
+    return Image.fromarray(np.rint(image_HWC.clip(0, 1) * 255).astype(np.uint8))
 
 
 def _from_patches(

@@ -86,16 +86,16 @@ class DisplayedSample:
 
     name: str
     where: str
-    layout: str
-    runs: list[TokenSpan]
-    pictures: list[SampleImage]
+    record_format: str
+    spans: list[TokenSpan]
+    sample_images: list[SampleImage]
 
 
 @dataclass(frozen=True)
 class SampleSizes:
     """Sizes of a usable sample."""
 
-    whole_tokens: int
+    untruncated_tokens: int
     """Number of tokens before truncation to the sequence length."""
     tokens: int
     loss_tokens: int
@@ -118,23 +118,23 @@ class SourceFindings:
     """Format of its records."""
     records: int | None
     """Total number of records. None for a stream."""
-    layouts: Counter[str] = field(default_factory=Counter)
+    format_counts: Counter[str] = field(default_factory=Counter)
     samples: list[SampleSizes] = field(default_factory=list)
-    refused: list[RejectedRecord] = field(default_factory=list)
+    rejected: list[RejectedRecord] = field(default_factory=list)
     filtered: Counter[str] = field(default_factory=Counter)
     """Number of valid samples that are not used, by exceeded limit or `filter`."""
     first_filtered: dict[str, RejectedRecord] = field(default_factory=dict)
     """The first sample beyond each limit."""
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Number of samples, and of items, by content that is dropped from samples in use."""
-    shown: list[DisplayedSample] = field(default_factory=list)
+    displayed: list[DisplayedSample] = field(default_factory=list)
     packs: list[list[SampleMeta]] = field(default_factory=list)
     """First packed sequences of its samples, if the source is packed separately."""
 
     @property
     def read(self) -> int:
         """Number of records that were read."""
-        return len(self.samples) + len(self.refused) + self.filtered.total()
+        return len(self.samples) + len(self.rejected) + self.filtered.total()
 
     def reasons(self) -> list[tuple[int, RejectedRecord]]:
         """Return the number of records per reason of rejection, with the first record, sorted.
@@ -142,9 +142,9 @@ class SourceFindings:
         Reasons are the same if they differ only in numbers, paths and quoted values.
         """
         groups: dict[str, list[RejectedRecord]] = {}
-        for refusal in self.refused:
-            groups.setdefault(re.sub(r"'[^']*'|\S*/\S*|\d+", "#", refusal.reason), []).append(
-                refusal
+        for rejection in self.rejected:
+            groups.setdefault(re.sub(r"'[^']*'|\S*/\S*|\d+", "#", rejection.reason), []).append(
+                rejection
             )
         counted = [(len(group), group[0]) for group in groups.values()]
         return sorted(counted, key=lambda pair: -pair[0])
@@ -162,7 +162,7 @@ class Inspector:
         model: Model on the meta device, without weights.
         tokenizer: Tokenizer of the LLM.
         limit: Maximum number of records to read per source.
-        shown: Number of samples to show per source.
+        displayed: Number of samples to show per source.
         decode: Whether to decode the images, videos and audio files of all samples.
     """
 
@@ -172,11 +172,11 @@ class Inspector:
         model: MultimodalModel,
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
-        shown: int,
+        displayed: int,
         decode: bool,
     ) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
-        self._limit, self._shown = limit, shown
+        self._limit, self._num_displayed = limit, displayed
         self._decode = decode
         self._modules: Sequence[ModuleDescription] = [
             m.describe() for m in model.modality_modules()
@@ -186,7 +186,7 @@ class Inspector:
             model.generator_spec(), recipe.training.seed, recipe.data.max_image_pixels
         )
         spec = model.text_spec(tokenizer)
-        self._reader, self._whole = (
+        self._reader, self._unlimited_reader = (
             SampleReader(recipe.data, length, spec, model.image_specs(), tokenizer, drawings)
             for length in (self._length, UNLIMITED_TOKENS)
         )
@@ -201,10 +201,10 @@ class Inspector:
         count, records = self._records(name, config)
         found = SourceFindings(name, section, config, kind, count)
         for index, record in records:
-            self._look_at(found, index, record)
+            self._inspect_record(found, index, record)
         if not found.samples:
             counts = f"none of its {found.read} records that were read is usable"
-            skipped = [*found.first_filtered.values(), *found.refused]
+            skipped = [*found.first_filtered.values(), *found.rejected]
             raise no_usable_samples_error(
                 name,
                 counts,
@@ -239,7 +239,7 @@ class Inspector:
 
         return len(source), ((int(i), read(int(i))) for i in chosen)
 
-    def _look_at(
+    def _inspect_record(
         self, found: SourceFindings, index: int, record: Record | CorruptSampleError
     ) -> None:
         """Count a record as used, filtered or corrupt."""
@@ -248,9 +248,9 @@ class Inspector:
         try:
             if isinstance(record, CorruptSampleError):
                 raise record
-            layout = detect_format_name(record)
+            record_format = detect_format_name(record)
             sample = self._reader.read(record)
-            whole = self._whole.read(record) if sample.text.truncated else sample
+            untruncated = self._unlimited_reader.read(record) if sample.text.truncated else sample
             if self._decode:
                 with record_errors_at(record.where):
                     for file, image in zip(sample.files, sample.images, strict=True):
@@ -258,30 +258,30 @@ class Inspector:
             if not found.config.filter.keeps(len(sample.text.ids)):
                 found.filtered["outside of the `filter` of the source"] += 1
                 return
-            if len(found.shown) < self._shown:
-                found.shown.append(self._show(name, layout, record, sample))
+            if len(found.displayed) < self._num_displayed:
+                found.displayed.append(self._make_displayed(name, record_format, record, sample))
         except BeyondLimitError as error:
             found.filtered[error.limit] += 1
             found.first_filtered.setdefault(error.limit, RejectedRecord(name, where, str(error)))
             return
         except CorruptSampleError as error:
-            found.refused.append(RejectedRecord(name, where, str(error)))
+            found.rejected.append(RejectedRecord(name, where, str(error)))
             return
         for content, items in sample.dropped.items():
             before = found.dropped.get(content, (0, 0))
             found.dropped[content] = before[0] + 1, before[1] + items
-        found.layouts[layout] += 1
+        found.format_counts[record_format] += 1
         meta = self._reader.meta(found.name, index, sample)
-        found.samples.append(self._sizes(meta, sample, whole))
+        found.samples.append(self._sizes(meta, sample, untruncated))
 
     def _sizes(
-        self, meta: SampleMeta, sample: MeasuredSample, whole: MeasuredSample
+        self, meta: SampleMeta, sample: MeasuredSample, untruncated: MeasuredSample
     ) -> SampleSizes:
         loss_tokens = sum(sample.text.loss[1:])
-        alone = MicrobatchMeta((meta,), meta.tokens)
-        flops = microbatch_flops(self._modules, alone, loss_tokens)
+        single = MicrobatchMeta((meta,), meta.tokens)
+        flops = microbatch_flops(self._modules, single, loss_tokens)
         return SampleSizes(
-            whole_tokens=len(whole.text.ids),
+            untruncated_tokens=len(untruncated.text.ids),
             tokens=meta.tokens,
             loss_tokens=loss_tokens,
             images=len(meta.images),
@@ -290,19 +290,19 @@ class Inspector:
             meta=meta,
         )
 
-    def _show(
-        self, name: str, layout: str, record: Record, sample: MeasuredSample
+    def _make_displayed(
+        self, name: str, record_format: str, record: Record, sample: MeasuredSample
     ) -> DisplayedSample:
-        pictures = []
+        sample_images = []
         for number, (file, image) in enumerate(zip(sample.files, sample.images, strict=True), 1):
             size = f"{image.width_px}x{image.height_px} px, " if image.width_px else ""
             time = f"{image.duration_ms / 1000:g} s, " if image.duration_ms else ""
             sizes = f"{size}{time}{image.patches} patches, {image.tokens} tokens"
             label = f"{number}: {sizes}" + (f" ({image.encoder})" if image.encoder else "")
-            pictures.append(SampleImage(label, *displayed_images(self._reader, file, image)))
+            sample_images.append(SampleImage(label, *displayed_images(self._reader, file, image)))
         tokens = count_placeholders(sample.files, sample.images)
-        runs = split_token_spans(sample.text, tokens, self._tokenizer)
-        return DisplayedSample(name, record.where, layout, runs, pictures)
+        spans = split_token_spans(sample.text, tokens, self._tokenizer)
+        return DisplayedSample(name, record.where, record_format, spans, sample_images)
 
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
         data = self._recipe.data
@@ -336,27 +336,27 @@ def split_token_spans(
     images = np.full(length, -1)
     for number, (start, count) in enumerate(zip(text.image_starts, image_tokens, strict=False)):
         images[start : start + count] = number
-    kinds = list(zip(images.tolist(), text.loss, strict=True))
-    cuts = [i for i in range(1, length) if kinds[i] != kinds[i - 1]]
-    runs = []
-    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+    types = list(zip(images.tolist(), text.loss, strict=True))
+    boundaries = [i for i in range(1, length) if types[i] != types[i - 1]]
+    spans = []
+    for start, stop in zip([0, *boundaries], [*boundaries, length], strict=True):
         if start == stop:
             continue
-        image, loss = kinds[start]
-        words = "" if image >= 0 else str(tokenizer.decode(text.ids[start:stop]))
-        runs.append(TokenSpan(words, stop - start, loss, image if image >= 0 else None))
-    return runs
+        image, loss = types[start]
+        span_text = "" if image >= 0 else str(tokenizer.decode(text.ids[start:stop]))
+        spans.append(TokenSpan(span_text, stop - start, loss, image if image >= 0 else None))
+    return spans
 
 
 def inspect_recipe(
-    recipe: Recipe, limit: int, shown: int, *, decode: bool = False
+    recipe: Recipe, limit: int, displayed: int, *, decode: bool = False
 ) -> Iterator[SourceFindings]:
     """Yield the findings about every source of a recipe, validation sources last.
 
     Args:
         recipe: Recipe with the sources.
         limit: Maximum number of records to read per source.
-        shown: Number of samples to show per source.
+        displayed: Number of samples to show per source.
         decode: Whether to decode the images, videos and audio files of all samples. Otherwise only
             their headers are read.
 
@@ -365,7 +365,7 @@ def inspect_recipe(
         DataError: A source cannot be read, or none of its records is usable.
     """
     model = recipe_model(recipe)
-    inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown, decode)
+    inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, displayed, decode)
     for section, configs in (
         ("data.sources", recipe.data.sources),
         ("data.validation", recipe.data.validation),

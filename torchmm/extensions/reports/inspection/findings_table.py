@@ -59,10 +59,10 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
     ]
     packs = sum(map(len, packed))
     fill = sum(tokens.sum() for tokens in lengths) / (packs * length)
-    shares = np.asarray(weights) / sum(weights)
-    mean_tokens = float(shares @ np.asarray([tokens.mean() for tokens in lengths]))
+    fractions = np.asarray(weights) / sum(weights)
+    mean_tokens = float(fractions @ np.asarray([tokens.mean() for tokens in lengths]))
     step_samples = recipe.training.global_batch_size * length * fill / mean_tokens
-    return float((np.asarray(sizes) / shares).max() / step_samples)
+    return float((np.asarray(sizes) / fractions).max() / step_samples)
 
 
 def findings_table(found: SourceFindings) -> Table:
@@ -75,22 +75,24 @@ def findings_table(found: SourceFindings) -> Table:
 
 def source_rows(found: SourceFindings) -> dict[str, str]:
     """Return the findings about a source by label. A value has one line per metric."""
-    of_all = "a stream" if found.records is None else f"of {found.records:,} records"
-    layouts = "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
-    if len(found.layouts) == 1:
-        layouts = next(iter(found.layouts))
-    whole = found.column("whole_tokens")
+    record_total = "a stream" if found.records is None else f"of {found.records:,} records"
+    format_counts = "\n".join(
+        f"{name} x{count}" for name, count in found.format_counts.most_common()
+    )
+    if len(found.format_counts) == 1:
+        format_counts = next(iter(found.format_counts))
+    untruncated = found.column("untruncated_tokens")
     tokens = found.column("tokens")
-    is_cut = whole > tokens
-    cut = "none"
-    if is_cut.any():
-        lost = 1 - tokens.sum() / whole.sum()
-        cut = f"{is_cut.mean():.1%} of samples\n{lost:.1%} of tokens"
+    is_truncated = untruncated > tokens
+    truncation = "none"
+    if is_truncated.any():
+        lost_fraction = 1 - tokens.sum() / untruncated.sum()
+        truncation = f"{is_truncated.mean():.1%} of samples\n{lost_fraction:.1%} of tokens"
     images = found.column("images")
-    image_figures = "none"
+    image_counts = "none"
     if images.any():
         image_tokens = found.column("image_tokens").sum() / images.sum()
-        image_figures = (
+        image_counts = (
             f"mean {images.mean():.2f}\nmax {images.max()}\n{image_tokens:.0f} tokens each"
         )
     flops: Counter[str] = Counter()
@@ -100,14 +102,14 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     dropped = describe_dropped(found.dropped, len(found.samples))
     return {
         "source": f"{found.kind}, {found.section}, {found.config.path}",
-        "record format": layouts,
-        "records read": f"{found.read:,} ({of_all}), {len(found.refused):,} rejected",
+        "record format": format_counts,
+        "records read": f"{found.read:,} ({record_total}), {len(found.rejected):,} rejected",
         "filtered": "\n".join(describe_filtered(found.filtered, found.read)) or "none",
-        "tokens": "\n".join(describe_lengths(whole)),
-        "truncated at the sequence length": cut,
+        "tokens": "\n".join(describe_lengths(untruncated)),
+        "truncated at the sequence length": truncation,
         "truncated content": "\n".join(dropped) or "none",
         "tokens in the loss": f"{found.column('loss_tokens').sum() / tokens.sum():.1%}",
-        "images, audio clips, frames": image_figures,
+        "images, audio clips, frames": image_counts,
         "training FLOPs": "\n".join(work),
     }
 
@@ -115,19 +117,25 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
 def rejected_lines(found: SourceFindings) -> list[str]:
     """Return the first record beyond each limit and the first corrupt records, with reasons."""
     first = [
-        f"  filtered: {_describe_rejection(refusal)}" for refusal in found.first_filtered.values()
+        f"  filtered: {_describe_rejection(rejection)}"
+        for rejection in found.first_filtered.values()
     ]
     lines = [
-        f"  {_describe_rejection(refusal)}" for refusal in found.refused[:MAX_DISPLAYED_REJECTIONS]
+        f"  {_describe_rejection(rejection)}"
+        for rejection in found.rejected[:MAX_DISPLAYED_REJECTIONS]
     ]
-    more = len(found.refused) - len(lines)
+    more = len(found.rejected) - len(lines)
     return [*first, *lines, f"  and {more} more"] if more else [*first, *lines]
 
 
-def _describe_rejection(refusal: RejectedRecord) -> str:
+def _describe_rejection(rejection: RejectedRecord) -> str:
     """Return reason and location of a rejected record: file and line, or source and index."""
-    place = refusal.where or refusal.name
-    return refusal.reason if refusal.reason.startswith(place) else f"{place}: {refusal.reason}"
+    location = rejection.where or rejection.name
+    return (
+        rejection.reason
+        if rejection.reason.startswith(location)
+        else f"{location}: {rejection.reason}"
+    )
 
 
 def predict_corrupt_limit(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:
@@ -136,18 +144,18 @@ def predict_corrupt_limit(recipe: Recipe, findings: Sequence[SourceFindings]) ->
     The number of corrupt samples is extrapolated from the records that were read.
     """
     sources = [found for found in findings if found.section == "data.sources"]
-    if not any(found.refused for found in sources):
+    if not any(found.rejected for found in sources):
         return ""
     corrupt, total = 0.0, 0
     for found in sources:
         count = found.records or found.read
-        corrupt += count * len(found.refused) / found.read
+        corrupt += count * len(found.rejected) / found.read
         total += count
     data = recipe.data
-    ends = corrupt > data.max_corrupt_samples or corrupt / total > data.max_corrupt_fraction
+    stops_run = corrupt > data.max_corrupt_samples or corrupt / total > data.max_corrupt_fraction
     return (
         f"about {corrupt:,.0f} of {total:,} samples are corrupt ({corrupt / total:.1%}). The "
         f"limits data.max_corrupt_samples = {data.max_corrupt_samples:,} per pass and "
         f"data.max_corrupt_fraction = {data.max_corrupt_fraction:g} "
-        + ("would end a run" if ends else "allow this number")
+        + ("would end a run" if stops_run else "allow this number")
     )

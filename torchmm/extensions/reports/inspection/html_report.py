@@ -66,20 +66,20 @@ def _source_html(found: SourceFindings, length: int) -> str:
     parts = [
         f"<h2>{escape(found.name)}</h2><table>{table}</table>",
         "<h3>Lengths</h3>",
-        _histogram_svg(found.column("whole_tokens"), length),
+        _histogram_svg(found.column("untruncated_tokens"), length),
         *_rejected_table(found),
         "<h3>Packed sequences</h3>",
         "<p>The first packed sequences of this source, with one box per sample. Tokens of encoders "
         "are dark.</p>",
         *(_sequence_svg(pack, length) for pack in found.packs),
-        "<h3>Samples as the model receives them</h3>" if found.shown else "",
-        *(_sample_html(sample) for sample in found.shown),
+        "<h3>Samples as the model receives them</h3>" if found.displayed else "",
+        *(_sample_html(sample) for sample in found.displayed),
     ]
     return "".join(parts)
 
 
 def _rejected_table(found: SourceFindings) -> Iterator[str]:
-    if not found.refused:
+    if not found.rejected:
         return
     yield "<h3>Rejected records</h3><table><tr><th>records</th><th>first</th><th>reason</th></tr>"
     for count, first in found.reasons():
@@ -141,27 +141,27 @@ def _sequence_svg(pack: Sequence[SampleMeta], length: int) -> str:
 
 def _sample_html(sample: DisplayedSample) -> str:
     figures = "".join(
-        f"<figure>{_image_html(picture.original)} {_image_html(picture.prepared)}"
-        f"<figcaption>{escape(picture.label)}</figcaption></figure>"
-        for picture in sample.pictures
+        f"<figure>{_image_html(sample_image.original)} {_image_html(sample_image.prepared)}"
+        f"<figcaption>{escape(sample_image.label)}</figcaption></figure>"
+        for sample_image in sample.sample_images
     )
-    text = "".join(_span_html(run) for run in sample.runs)
+    text = "".join(_span_html(span) for span in sample.spans)
     return (
-        f'<div class="sample"><p>{escape(sample.name)} · {escape(sample.layout)} · '
+        f'<div class="sample"><p>{escape(sample.name)} · {escape(sample.record_format)} · '
         f'{escape(sample.where)}</p><div class="pictures">{figures}</div>'
         f'<p class="text">{text}</p></div>'
     )
 
 
-def _span_html(run: TokenSpan) -> str:
-    if run.image is not None:
-        return f'<span class="image">image {run.image + 1}: {run.tokens} tokens</span>'
-    kind = ' class="loss"' if run.loss else ""
-    return f"<span{kind}>{escape(run.text)}</span>"
+def _span_html(span: TokenSpan) -> str:
+    if span.image is not None:
+        return f'<span class="image">image {span.image + 1}: {span.tokens} tokens</span>'
+    kind = ' class="loss"' if span.loss else ""
+    return f"<span{kind}>{escape(span.text)}</span>"
 
 
-def _image_html(picture: Image.Image | None) -> str:
-    if picture is None:
+def _image_html(sample_image: Image.Image | None) -> str:
+    if sample_image is None:
         return ""
-    data = base64.b64encode(png_thumbnail(picture, THUMBNAIL_PX)).decode()
+    data = base64.b64encode(png_thumbnail(sample_image, THUMBNAIL_PX)).decode()
     return f'<img alt="" src="data:image/png;base64,{data}">'

@@ -72,8 +72,8 @@ def render_run_page(run: RunContents) -> str:
     }
     parts["Skipped files"] = skipped_section(run)
     running = run.status is not None and run.status.state == "running"
-    renews = running and run.status_age_s < STALE_S
-    return _render_page(run.name, parts, UPDATE_INTERVAL_S if renews else 0)
+    is_updating = running and run.status_age_s < STALE_S
+    return _render_page(run.name, parts, UPDATE_INTERVAL_S if is_updating else 0)
 
 
 def render_comparison_page(runs: Sequence[RunContents]) -> str:
@@ -82,21 +82,21 @@ def render_comparison_page(runs: Sequence[RunContents]) -> str:
     return _render_page(title, {"": comparison_section(runs), "Curves": charts_section(runs)}, 0)
 
 
-def _render_page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
+def _render_page(title: str, parts: Mapping[str, str], reload_interval_s: float) -> str:
     """Return a page as HTML.
 
     Args:
         title: Title of the page.
         parts: HTML by heading. Empty parts are omitted.
-        renewed_s: Interval in seconds at which a browser reloads the page. 0 disables it.
+        reload_interval_s: Interval in seconds at which a browser reloads the page. 0 disables it.
     """
-    kept = {heading: part for heading, part in parts.items() if part}
-    links = "".join(f'<a href="#{_anchor(h)}">{escape(h)}</a>' for h in kept if h)
+    non_empty = {heading: part for heading, part in parts.items() if part}
+    links = "".join(f'<a href="#{_anchor(h)}">{escape(h)}</a>' for h in non_empty if h)
     sections = "".join(
         f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>{part}</section>'
         if heading
         else part
-        for heading, part in kept.items()
+        for heading, part in non_empty.items()
     )
     script = (ASSETS / "charts.js").read_text()
     # The policy permits only this script, so that scripts in the data never run.
@@ -112,7 +112,7 @@ def _render_page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         f"<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{(ASSETS / 'style.css').read_text()}</style></head>"
-        f'<body data-renew-s="{renewed_s:.0f}" data-written-s="{time.time():.0f}">'
+        f'<body data-renew-s="{reload_interval_s:.0f}" data-written-s="{time.time():.0f}">'
         f"<h1>{escape(title)}</h1><nav>{links}</nav>{sections}"
         f"<footer><p>Written {written} by torchmm.</p></footer>"
         f"<script>{script}</script></body></html>\n"

@@ -117,14 +117,14 @@ class RunContents(RunDirectory):
 
     def memory(self) -> MemoryPeaks | None:
         """Return the memory peaks of all ranks, or None if they were not compared."""
-        told = self.read_json(MEMORY_FILE)
-        if told is None:
+        content = self.read_json(MEMORY_FILE)
+        if content is None:
             return None
         try:
-            ranks = [(r["measured_bytes"], r["predicted_bytes"]) for r in told["ranks"]]
+            ranks = [(r["measured_bytes"], r["predicted_bytes"]) for r in content["ranks"]]
             if not all(is_count(a) and (b is None or is_count(b)) for a, b in ranks):
                 raise ValueError("bytes are not integers >= 0")
-            return MemoryPeaks(int(told["step"]), str(told["device"]), ranks)
+            return MemoryPeaks(int(content["step"]), str(content["device"]), ranks)
         except CONTENT_ERRORS as error:
             self.skip(MEMORY_FILE, error)
             return None
@@ -202,21 +202,21 @@ class SlowestRanks(NamedTuple):
 
     steps: list[tuple[int, int]]
     """First and last step of each quarter."""
-    shares: dict[int, list[float]]
+    slowest_fractions: dict[int, list[float]]
     """Maps a rank to the fraction of steps per quarter in which it was the slowest.
 
     The most frequent rank is first.
     """
-    beyond_median: list[float]
+    excess_fractions: list[float]
     """Fraction of the time of the slowest rank beyond the time of the median rank."""
 
 
-def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
+def slowest_ranks(records: Records, max_ranks: int) -> SlowestRanks | None:
     """Return the slowest ranks, or None for a run with one rank.
 
     Args:
         records: Records of the run.
-        most: Maximum number of ranks in the result.
+        max_ranks: Maximum number of ranks in the result.
     """
     counts = Counter(r["slowest_rank"] for r in records if r.get("slowest_rank") is not None)
     if not any(counts):
@@ -225,7 +225,7 @@ def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
     periods = [records[start : start + size] for start in range(0, len(records), size)]
     shares = {
         rank: [mean(r.get("slowest_rank") == rank for r in period) for period in periods]
-        for rank, _ in counts.most_common(most)
+        for rank, _ in counts.most_common(max_ranks)
     }
     steps = [(period[0]["step"], period[-1]["step"]) for period in periods]
     beyond = [mean(r.get("straggler_fraction") or 0.0 for r in period) for period in periods]
@@ -247,6 +247,6 @@ def downsample_curve(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     size = -(-2 * len(points) // (MAX_POINTS - 2))
     kept = {points[0], points[-1]}
     for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        kept |= {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        block = points[start : start + size]
+        kept |= {min(block, key=lambda p: p[1]), max(block, key=lambda p: p[1])}
     return sorted(kept)

@@ -96,16 +96,16 @@ CHARTS = (
 def charts_section(runs: Sequence[RunContents]) -> str:
     """Return all charts with values for `charts.js`, with one curve per run."""
     scores = sorted({name for run in runs for name in run.score_names})
-    of_scores = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
+    score_chart = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
     parts = []
-    for chart in (CHARTS[0], of_scores, *CHARTS[1:]):
+    for chart in (CHARTS[0], score_chart, *CHARTS[1:]):
         curves = list(_curves(chart, runs))
         if curves:
-            told = {"unit": chart.unit, "zero": chart.from_zero, "curves": curves}
+            payload = {"unit": chart.unit, "zero": chart.from_zero, "curves": curves}
             parts.append(
                 f'<figure class="chart"><figcaption>{escape(chart.title)}'
                 f"<small>{escape(chart.unit)}</small></figcaption>"
-                f'<script type="application/json">{_script_json(told)}</script></figure>'
+                f'<script type="application/json">{_script_json(payload)}</script></figure>'
             )
     return f'<div class="charts">{"".join(parts)}</div>' if parts else _empty_note("no steps yet")
 
@@ -120,11 +120,11 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
             name = label if own else f"{run.name}: {label}" if len(chart.curves) > 1 else run.name
             # In a comparison, a run has one color in all charts. Its curves have different line
             # styles.
-            place = list(chart.curves).index(key)
+            run_path = list(chart.curves).index(key)
             yield {
                 "name": name,
-                "colour": place if own else number,
-                "dash": 0 if own else place,
+                "colour": run_path if own else number,
+                "dash": 0 if own else run_path,
                 "points": points,
             }
 
@@ -134,10 +134,10 @@ def status_section(run: RunContents) -> str:
     status = run.status
     state = status.state if status else "unknown"
     step = max([status.step if status else 0, *(r["step"] for r in run.records[-1:])])
-    shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
+    displayed = {"state": state, "step": f"{step:,} of {run.steps:,}"}
     left = _remaining_time(run, step) if state == "running" else None
     if left:
-        shown["time remaining"] = left
+        displayed["time remaining"] = left
     for label, key, form, scale in (
         ("loss", "loss", "{:.4f}", 1.0),
         ("validation loss", "validation_loss", "{:.4f}", 1.0),
@@ -148,13 +148,13 @@ def status_section(run: RunContents) -> str:
     ):
         value = run.last(key)
         if value is not None:
-            shown[label] = form.format(value * scale)
+            displayed[label] = form.format(value * scale)
     tiles = "".join(
         f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>'
-        for label, value in shown.items()
+        for label, value in displayed.items()
     )
-    told = status.message.strip() if status else ""
-    message = f'<pre class="message {state}">{escape(told)}</pre>' if told else ""
+    payload = status.message.strip() if status else ""
+    message = f'<pre class="message {state}">{escape(payload)}</pre>' if payload else ""
     progress = f'<progress max="{max(run.steps, 1)}" value="{step}"></progress>'
     return f'{progress}<dl class="tiles {state}">{tiles}</dl>{message}'
 
@@ -176,28 +176,28 @@ def samples_section(run: RunContents) -> str:
     last = max(entries[-1].step for entries in run.samples.values())
     newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
     right = sum(sample.is_correct for sample in newest)
-    told = (
+    payload = (
         f"<p>After step {last:,}: {right} of {len(newest)} generated texts match the reference "
         "exactly.</p>"
     )
     more = len(run.samples) - MAX_SAMPLES
     rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
-    return f'{told}<div class="cards">{"".join(cards)}</div>{rest}'
+    return f'{payload}<div class="cards">{"".join(cards)}</div>{rest}'
 
 
 def _sample_card(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
-    shown = [*entries[:1], *entries[1:][-MAX_STEPS + 1 :]]
+    displayed = [*entries[:1], *entries[1:][-MAX_STEPS + 1 :]]
     rows = "".join(
         f'<tr class="{"right" if entry.is_correct else ""}"><th>{entry.step:,}</th>'
         f"<td>{escape(entry.generated) or '<i>nothing</i>'}</td></tr>"
-        for entry in shown
+        for entry in displayed
     )
     newest = entries[-1]
     uri = run.png_uri(f"{SAMPLES_FOLDER}/{newest.picture}") if newest.picture else ""
     picture = f'<img alt="" src="{uri}">' if uri else ""
-    asked = f'<p class="prompt">{escape(newest.prompt)}</p>' if newest.prompt else ""
+    prompt_html = f'<p class="prompt">{escape(newest.prompt)}</p>' if newest.prompt else ""
     return (
-        f'<article class="card">{picture}<div>{asked}<p class="truth">'
+        f'<article class="card">{picture}<div>{prompt_html}<p class="truth">'
         f"{escape(newest.truth)}</p><table>{rows}</table>"
         f"<small>{escape(newest.source)}[{newest.index}]</small></div></article>"
     )
@@ -230,8 +230,8 @@ def ranks_section(run: RunContents) -> str:
     if found is None:
         return ""
     head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
-    rows = {str(rank): shares for rank, shares in found.shares.items()}
-    rows["time above the median rank"] = found.beyond_median
+    rows = {str(rank): shares for rank, shares in found.slowest_fractions.items()}
+    rows["time above the median rank"] = found.excess_fractions
     body = "".join(
         f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
         for label, shares in rows.items()
@@ -247,16 +247,16 @@ def memory_section(run: RunContents) -> str:
     found = run.memory()
     if found is None:
         return ""
-    fullest = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:MAX_RANKS]
+    top_ranks = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:MAX_RANKS]
     rows = ""
-    for rank, (measured, predicted) in fullest:
-        told = ["", ""]
+    for rank, (measured, predicted) in top_ranks:
+        payload = ["", ""]
         if predicted:
             # The prediction excludes libraries, which use most of the memory of a small CPU
             # process.
             share = "" if found.device == "cpu" else f"{measured / predicted:.0%}"
-            told = [f"{predicted / GIB:.2f} GiB", share]
-        cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *told))
+            payload = [f"{predicted / GIB:.2f} GiB", share]
+        cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *payload))
         rows += f"<tr><th>{rank}</th>{cells}</tr>"
     what = "allocated on the device"
     if found.device == "cpu":
@@ -301,26 +301,26 @@ def recipe_section(run: RunContents) -> str:
         f"<tr><th>{escape(key)}</th><td>{escape(_toml(value))}</td></tr>"
         for key, value in changed_values(run.recipe).items()
     )
-    whole = escape(tomli_w.dumps(run.recipe))
+    recipe_toml = escape(tomli_w.dumps(run.recipe))
     return (
         f'<p>Other than the defaults:</p><table class="recipe">{rows}</table>'
-        f"<details><summary>All keys (recipe.toml)</summary><pre>{whole}</pre></details>"
+        f"<details><summary>All keys (recipe.toml)</summary><pre>{recipe_toml}</pre></details>"
     )
 
 
 def commands_section(run: RunContents) -> str:
     """Return commands that use the run. Directory names are quoted for a shell."""
     directory = str(run.directory)
-    place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
+    run_path = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
         "Resume from the newest checkpoint, with the same command or": (
-            f"torchrun --nproc-per-node N -m torchmm train {place}/recipe.toml"
+            f"torchrun --nproc-per-node N -m torchmm train {run_path}/recipe.toml"
         ),
-        "Generate text": f"torchmm generate {place} IMAGE --prompt TEXT",
-        "Export the newest checkpoint": f"torchmm export {place}",
-        "Evaluate the export": f"torchmm evaluate {place}",
-        "Compare with another run": f"torchmm compare {place} OTHER_RUN",
-        "Write this page again": f"torchmm show {place} --page",
+        "Generate text": f"torchmm generate {run_path} IMAGE --prompt TEXT",
+        "Export the newest checkpoint": f"torchmm export {run_path}",
+        "Evaluate the export": f"torchmm evaluate {run_path}",
+        "Compare with another run": f"torchmm compare {run_path} OTHER_RUN",
+        "Write this page again": f"torchmm show {run_path} --page",
     }
     return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
         f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
@@ -330,17 +330,17 @@ def commands_section(run: RunContents) -> str:
 def comparison_section(runs: Sequence[RunContents]) -> str:
     """Return a table of the metrics of several runs, and the keys in which their recipes differ."""
     head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
-    figures = "".join(
+    metric_rows = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
         for label, values in compare_metrics(runs).items()
     )
-    differing = "".join(
+    different_keys = "".join(
         f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
         for key, values in recipe_differences(runs).items()
     )
-    return f'<table class="figures">{head}{figures}</table><h2>Recipes</h2>' + (
-        f'<table class="recipe">{head}{differing}</table>'
-        if differing
+    return f'<table class="figures">{head}{metric_rows}</table><h2>Recipes</h2>' + (
+        f'<table class="recipe">{head}{different_keys}</table>'
+        if different_keys
         else _empty_note("no differences")
     )
 
@@ -392,9 +392,9 @@ def _toml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _script_json(told: Mapping[str, Any]) -> str:
+def _script_json(payload: Mapping[str, Any]) -> str:
     """Return JSON that cannot close its enclosing script element."""
-    text = json.dumps(told, separators=(",", ":"))
+    text = json.dumps(payload, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
 
