@@ -176,10 +176,10 @@ def export_classes(kind: str) -> Mapping[str, str]:
     """
     if kind == "Multimodal models":
         return {model_type: family.kind.__name__ for model_type, family in COMPOSITES.items()}
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else _tower_classes()
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else _encoder_classes()
 
 
-def _tower_classes() -> dict[str, str]:
+def _encoder_classes() -> dict[str, str]:
     """Return LLaVA, or the class of the encoder for exports as components."""
     classes = {}
     for model_type, family in ENCODER_FAMILIES.items():

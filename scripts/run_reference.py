@@ -67,7 +67,7 @@ def metrics_page() -> str:
 
 def exit_codes_page() -> str:
     """Return the page of all exit codes, from the error classes with a separate exit code."""
-    kinds = [kind for kind in vars(errors).values() if _ends_runs(kind)]
+    kinds = [kind for kind in vars(errors).values() if _is_run_error(kind)]
     rows = {errors.EXIT_DONE: ("The run is complete", "")}
     rows[1] = ("Any other error, with a traceback", "")
     for kind in kinds:
@@ -84,7 +84,7 @@ def exit_codes_page() -> str:
     return CODES.format(note=note, rows="".join(lines), states=states)
 
 
-def _ends_runs(kind: object) -> bool:
+def _is_run_error(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, errors.TorchmmError)
 
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.auto_models.encoders import resolve_processor_class, tower_class
+from torchmm.extensions.auto_models.encoders import encoder_class, resolve_processor_class
 from torchmm.extensions.auto_models.parity import ParityResult, compare_encoder, compare_llm
 from torchmm.models.build import ENCODER_FILES, LLM_FILES
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
@@ -129,7 +129,7 @@ def image_encoders() -> list[str]:
             continue
         try:
             config = CONFIG_MAPPING[name]()
-            tower_class(config)
+            encoder_class(config)
         except Exception:  # raised by their classes, or no tower for pixels
             continue
         if not config.sub_configs:

@@ -45,28 +45,28 @@ def missing_reduction_wait() -> None:
 def used_state_slot() -> None:
     """Copy states into device memory whose previous states are still in use."""
 
-    def bring(self, visit):
-        visit.slot.free = None
-        original(self, visit)
+    def copy_to_device(self, transfer):
+        transfer.buffer.released = None
+        original(self, transfer)
 
-    original = TransferStreams.bring
-    TransferStreams.bring = bring
+    original = TransferStreams.copy_to_device
+    TransferStreams.copy_to_device = copy_to_device
 
 
 def missing_state_wait() -> None:
     """Update without waiting for the states."""
-    TransferStreams.await_arrival = lambda self, visit: None
+    TransferStreams.wait_for_copy = lambda self, transfer: None
 
 
 def serial_states() -> None:
     """Copy states to the device only after all previous computation."""
 
-    def bring(self, visit):
-        self._coming.wait_stream(torch.cuda.current_stream(self._device))
-        original(self, visit)
+    def copy_to_device(self, transfer):
+        self._device_stream.wait_stream(torch.cuda.current_stream(self._device))
+        original(self, transfer)
 
-    original = TransferStreams.bring
-    TransferStreams.bring = bring
+    original = TransferStreams.copy_to_device
+    TransferStreams.copy_to_device = copy_to_device
 
 
 def freed_inputs() -> None:

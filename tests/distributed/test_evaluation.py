@@ -22,7 +22,7 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.recipe.data_section import DataConfig, SourceConfig
-from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import COMPONENTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
@@ -103,7 +103,7 @@ def test_hugging_face_and_torchmm_texts_are_equal(name, tmp_path, real_data):
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
 def test_script_scores_questions_of_file(connector, tmp_path, real_data, train_server):
     directory = write_export(tmp_path / "hf", real_data, connector)
-    assert (directory / PARTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
+    assert (directory / COMPONENTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
     questions = write_questions(tmp_path / "questions")
     kinds = ["vqa_accuracy", "exact_match", "cider"]
     report = tmp_path / "report.json"

@@ -101,7 +101,7 @@ class EncoderModule(LayeredModule):
         self.family = spec.family
         self.supports_tensor_parallel = spec.family.is_registered
         self.layers_fqn = f"tower.{spec.family.layers}"
-        self.tower: Any = self.build_full_tower()
+        self.tower: Any = self.build_full_encoder()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
         # Releases of transformers sometimes rename submodules of layers.
         known = {name for name, _ in self._layer_list()[0].named_modules()}
@@ -167,7 +167,7 @@ class EncoderModule(LayeredModule):
     def hf(self) -> WeightInitializer:
         return _Initializer(self.tower, self.family.unused)
 
-    def build_full_tower(self) -> PreTrainedModel:
+    def build_full_encoder(self) -> PreTrainedModel:
         """Build the complete Hugging Face encoder on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
         tower = self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)

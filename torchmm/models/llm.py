@@ -109,7 +109,7 @@ class LlmModule(LayeredModule):
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
         self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
-        if chunked_loss and not self._has_plain_head:
+        if chunked_loss and not self._has_linear_head:
             raise ConfigError(
                 f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is "
                 "not a linear layer without bias; set it to false"
@@ -158,7 +158,7 @@ class LlmModule(LayeredModule):
         return self.backbone.get_submodule(self.family.head)
 
     @property
-    def _has_plain_head(self) -> bool:
+    def _has_linear_head(self) -> bool:
         """True if the head is a linear layer without a bias."""
         return type(self.head) is nn.Linear and self.head.bias is None
 
@@ -169,7 +169,7 @@ class LlmModule(LayeredModule):
         more memory. The call has no effect if the head is not a linear layer without a bias.
         """
         vocab_size = self.text_config.vocab_size
-        if vocab_size >= MIN_CHUNKED_VOCABULARY and self._has_plain_head:
+        if vocab_size >= MIN_CHUNKED_VOCABULARY and self._has_linear_head:
             self.sharded_loss_rows = chunk_rows(vocab_size)
 
     def build_without_adapters(self) -> LlmModule:

@@ -29,7 +29,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
-from torchmm.models.layers.experts import expert_parts, stacked_weights
+from torchmm.models.layers.experts import expert_modules, stacked_weights
 from torchmm.models.llm import LlmModule
 
 
@@ -175,7 +175,7 @@ class MultimodalModel(nn.Module):
         Stacked biases of experts are also two-dimensional, but are not included.
         """
         layers = [layer for stage in self.all_stages() for layer in stage.layers]
-        parts = list(expert_parts(layers))
+        parts = list(expert_modules(layers))
         flat = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
         flat -= {p for part in parts for p in part.parameters()}
         return flat.union(*map(stacked_weights, parts))

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.experts import expert_parts
+from torchmm.models.layers.experts import expert_modules
 from torchmm.parallel.exchange import Counts, exchange
 from torchmm.parallel.tensor.styles import own_experts
 
@@ -44,7 +44,7 @@ def apply_expert_parallel(module: LayeredModule, mesh: DeviceMesh) -> None:
 
     The number of experts must be a multiple of the number of ranks (`expert_problems`).
     """
-    for experts in expert_parts(module.layers):
+    for experts in expert_modules(module.layers):
         _divide(experts, mesh)
 
 
@@ -60,7 +60,7 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
     # `forward` calls experts with rows, the experts of each row, and weights.
     unlike = [
         part
-        for part in expert_parts(module.layers)
+        for part in expert_modules(module.layers)
         if "top_k_index" not in signature(type(part).forward).parameters
     ]
     if unlike:

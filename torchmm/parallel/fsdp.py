@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.experts import expert_parts
+from torchmm.models.layers.experts import expert_modules
 from torchmm.parallel import torch_private
 from torchmm.parallel.precision import MixedPrecision
 from torchmm.recipe.mesh_sizes import MeshSizes
@@ -82,7 +82,7 @@ def apply_fsdp(
     reshard = None if reshard_after_forward else False  # None: all units except the root
     units = [*module.layers, module]
     if expert_mesh is not None:
-        experts = expert_parts(module.layers)
+        experts = expert_modules(module.layers)
         placement = partial(_placement_of_experts, expert_mesh)
         for part in experts:  # before layers, whose units contain all remaining parameters
             fully_shard(

@@ -12,7 +12,7 @@ from typing import Any
 from torchmm.common.extensions import find_entries
 from torchmm.common.module_names import GENERATOR, LLM, VISION
 from torchmm.recipe.explain import Problem, Problems, suggest
-from torchmm.recipe.model_section import composite_parts
+from torchmm.recipe.model_section import component_configs
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import (
     check_encoder_layers,
@@ -258,7 +258,7 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
     model = recipe.model
     if model.is_composite:
         config = model.config or {}
-        parts = composite_parts(config)
+        parts = component_configs(config)
         layer_counts = {
             name: _layers(parts[name][1]) if name in parts else None
             for name in (*model.encoder_names, LLM)
@@ -313,7 +313,7 @@ def check_tensor(recipe: Recipe) -> Problems:
     configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():
         configs[f"model.encoders.{name}.config"] = (encoder.config, name)
-    for module, (key, part) in composite_parts(model.config or {}).items():
+    for module, (key, part) in component_configs(model.config or {}).items():
         configs[key] = (part, module)
     if model.generator is not None:
         configs[f"model.{GENERATOR}.config"] = (model.generator.config, GENERATOR)

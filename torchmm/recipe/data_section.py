@@ -24,9 +24,12 @@ MAX_PRODUCER_WORKERS = 4096
 
 
 class ProducersConfig(Section):
-    """Remote data workers: processes started with `python -m torchmm.data.serve` that decode,
-    resize, tokenize and pack samples for this run. They are stateless, so each of them can prepare
-    any step. See docs/reference/data.md."""
+    """Remote data workers, which prepare samples for this run.
+
+    They are processes started with `python -m torchmm.data.serve` that decode, resize, tokenize and
+    pack samples. They are stateless, so each of them can prepare any step. See
+    docs/reference/data.md.
+    """
 
     addresses: list[str] = Field(default=[])
     """HOST:PORT of each remote data worker. Requests are distributed round-robin. A request that
@@ -96,8 +99,10 @@ class VideoConfig(Section):
 
 
 class LengthFilter(Section):
-    """Limits on the sample length in tokens, media included, after truncation to
-    `training.sequence_length`. Other samples are skipped."""
+    """Limits on the sample length in tokens, media included. Other samples are skipped.
+
+    The length is measured after truncation to `training.sequence_length`.
+    """
 
     min_tokens: int = Field(default=1, ge=1)
     """Minimum number of tokens of a sample."""

@@ -16,8 +16,8 @@ from torchmm.recipe.section import Section
 
 ALL_LINEAR = "all-linear"
 """In place of names: every linear that an adapter can be in."""
-PARTS_FILE = "torchmm.json"
-"""`[model]` of an export whose parts have no Hugging Face class together; with relative paths."""
+COMPONENTS_FILE = "torchmm.json"
+"""File with the `[model]` section of an export of separate components, with relative paths."""
 
 
 def source_with_revision(source: str | None, revision: str | None) -> str | None:
@@ -151,9 +151,11 @@ class AutoencoderConfig(Section):
 
 
 class GeneratorConfig(Section):
-    """A diffusion transformer (diffusion decoder) that generates images or videos from LLM hidden
-    states. It is trained with flow matching. Requires `pip install -e '.[generation]'`. See
-    docs/guides/generation.md."""
+    """A diffusion transformer that generates images or videos from LLM hidden states.
+
+    It is trained with flow matching. Requires `pip install -e '.[generation]'`. See
+    docs/guides/generation.md.
+    """
 
     source: str | None = None
     """Hugging Face id or local directory of a diffusers transformer with its weights, such as
@@ -230,16 +232,19 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_parts(cls, values: Any) -> Any:
+    def _expand_components(cls, values: Any) -> Any:
         """Replace the directory of an export with separate components by these components."""
         source = values.get("source") if isinstance(values, dict) else None
         if not isinstance(source, str) or {"llm", "encoders"} & values.keys():
             return values
-        parts = _json_file(source, PARTS_FILE)
-        if not parts:
+        components = _json_file(source, COMPONENTS_FILE)
+        if not components:
             return values
-        parts = with_current_names(parts, "model.")
-        return {**_below(Path(source), parts), **{k: v for k, v in values.items() if k != "source"}}
+        components = with_current_names(components, "model.")
+        return {
+            **_below(Path(source), components),
+            **{k: v for k, v in values.items() if k != "source"},
+        }
 
     @property
     def source_with_revision(self) -> str | None:
@@ -259,8 +264,8 @@ class ModelConfig(Section):
         file: dict[str, Any] = {}
         with suppress(ValueError):  # `load_config` reports a damaged file
             file = _json_file(self.source, "config.json")
-        parts = composite_parts({**file, **(self.config or {})})
-        names = [name for name in (VISION, AUDIO) if name in parts]
+        components = component_configs({**file, **(self.config or {})})
+        names = [name for name in (VISION, AUDIO) if name in components]
         return list(self.modalities or names or [VISION])
 
     @property
@@ -282,7 +287,7 @@ class ModelConfig(Section):
         )
 
 
-def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+def component_configs(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the key in [model.config] and the config of each module of a multimodal model config.
 
     The config of an Omni model has them in `thinker_config`, in addition to the speech modules.

@@ -52,8 +52,11 @@ class ModuleParallelConfig(Section):
 
 @with_extensions
 class ParallelConfig(Section):
-    """Distribution of the model and the data over ranks. pipeline x replicate x shard x tensor =
-    number of ranks. See docs/guides/one_node.md and docs/guides/choose_placement.md."""
+    """Distribution of the model and the data over ranks.
+
+    pipeline x replicate x shard x tensor = number of ranks. See docs/guides/one_node.md and
+    docs/guides/choose_placement.md.
+    """
 
     model_config = ConfigDict(extra="allow")
     named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig

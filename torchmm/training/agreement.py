@@ -123,7 +123,7 @@ def copy_losses(
     """
     load = torch.zeros((), device=mesh.device)
     if model.llm.expert_loads:
-        loads_LE = model.llm.expert_loads.take(mesh.device)
+        loads_LE = model.llm.expert_loads.pop_loads(mesh.device)
         dist.all_reduce(loads_LE)
         load = max_expert_load_ratio(loads_LE)
     return HostCopy(torch.stack([*outcome.weighted_and_module_losses, grad_norm, load]))

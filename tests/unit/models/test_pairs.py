@@ -32,7 +32,7 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pair_classes import pair_class
 from torchmm.models.hf.processors import image_processor
-from torchmm.recipe.model_section import PARTS_FILE, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import COMPONENTS_FILE, LlmConfig, ModelConfig
 
 
 def image_inputs() -> EncoderInputs:
@@ -150,7 +150,7 @@ def test_unsupported_combinations_report_reason(
     found = pair_class(model)
     assert isinstance(found, str) and WITHOUT[llm, encoder] in found
     export_hf(model, tmp_path, tokenizer)
-    parts = json.loads((tmp_path / PARTS_FILE).read_text())
+    parts = json.loads((tmp_path / COMPONENTS_FILE).read_text())
     assert set(parts) >= {"llm", "encoders"}
 
 

@@ -71,15 +71,15 @@ class OverlapBackend(ABC):
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
         """Return the matmuls (T, F) of the full sequence with each (F, D) weight, plus biases."""
-        whole_TD = self.start_gather(x_SD, rows).wait()
-        return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
+        full_TD = self.start_gather(x_SD, rows).wait()
+        return [functional.linear(full_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
     def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         """Return the matmul (T, F) with one weight, and the full input (T, D)."""
-        whole_TD = self.start_gather(x_SD, rows).wait()
-        return functional.linear(whole_TD, weight), whole_TD
+        full_TD = self.start_gather(x_SD, rows).wait()
+        return functional.linear(full_TD, weight), full_TD
 
     @abstractmethod
     def start_linear_scatter(
@@ -100,14 +100,14 @@ class RingBackend(OverlapBackend):
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _RingAllGather:
         gather = _RingAllGather(x_SD.contiguous(), self.slice_of(self.rank, len(x_SD), rows), rows)
-        first, last = gather.own_rows
+        first, last = gather.local_rows
         for step in range(1, self.ranks):
             to, source = (self.rank - step) % self.ranks, (self.rank + step) % self.ranks
             local_blocks = self._blocks(0, last - first)
             source_blocks = self._blocks(*self.slice_of(source, len(x_SD), rows))
             for (a, b), block in zip(local_blocks, source_blocks, strict=True):
-                received = gather.whole[slice(*block)]
-                works = self._exchange(gather.own[a:b], to, received, source)
+                received = gather.full[slice(*block)]
+                works = self._exchange(gather.local[a:b], to, received, source)
                 gather.arriving.append((block, works))
         return gather
 
@@ -120,8 +120,8 @@ class RingBackend(OverlapBackend):
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         gather = self.start_gather(x_SD, rows)
-        products = self._multiply_blocks(gather, [weight], [None])
-        return products[0], gather.wait()
+        outputs = self._multiply_blocks(gather, [weight], [None])
+        return outputs[0], gather.wait()
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
@@ -145,13 +145,13 @@ class RingBackend(OverlapBackend):
     def _multiply_blocks(
         self, gather: _RingAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        full_TD = gather.whole
-        products = [full_TD.new_empty(len(full_TD), len(weight)) for weight in weights]
+        full_TD = gather.full
+        outputs = [full_TD.new_empty(len(full_TD), len(weight)) for weight in weights]
         for (start, stop), block_ND in gather.blocks():
-            for product, weight, bias in zip(products, weights, biases, strict=True):
-                _multiply(block_ND, weight, bias, product[start:stop])
+            for output, weight, bias in zip(outputs, weights, biases, strict=True):
+                _multiply(block_ND, weight, bias, output[start:stop])
         gather.finish()
-        return products
+        return outputs
 
     def _blocks(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Split [start, stop) into `chunks` ranges of similar size, which may be empty."""
@@ -172,23 +172,23 @@ class RingBackend(OverlapBackend):
 class _RingAllGather:
     """All-gather of slices that arrive block by block."""
 
-    def __init__(self, x_SD: Tensor, own_rows: tuple[int, int], rows: int) -> None:
-        self.own_rows = own_rows
-        self.own = x_SD[: own_rows[1] - own_rows[0]]
-        self.whole = x_SD.new_empty(rows, x_SD.shape[1])
+    def __init__(self, x_SD: Tensor, local_rows: tuple[int, int], rows: int) -> None:
+        self.local_rows = local_rows
+        self.local = x_SD[: local_rows[1] - local_rows[0]]
+        self.full = x_SD.new_empty(rows, x_SD.shape[1])
         self.arriving: list[tuple[tuple[int, int], list[dist.Work]]] = []
         self._sent: list[dist.Work] = []
 
     def blocks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Yield (start, stop) and tokens: the local slice first, then other slices."""
-        if len(self.own):
-            yield self.own_rows, self.own
+        if len(self.local):
+            yield self.local_rows, self.local
         for (start, stop), works in self.arriving:
             if works:
                 works[0].wait()  # the receive, or both on NCCL
                 self._sent += works[1:]
             if stop > start:
-                yield (start, stop), self.whole[start:stop]
+                yield (start, stop), self.full[start:stop]
         self.arriving = []
 
     def finish(self) -> None:
@@ -201,18 +201,18 @@ class _RingAllGather:
         for _ in self.blocks():
             pass
         self.finish()
-        self.whole[slice(*self.own_rows)] = self.own
-        return self.whole
+        self.full[slice(*self.local_rows)] = self.local
+        return self.full
 
 
 class _RingReduceScatter:
     """Reduce-scatter of the partial sums of all ranks for the slice of this rank."""
 
     def __init__(
-        self, partial: Tensor, own_rows: tuple[int, int], received: Tensor, slice_rows: int
+        self, partial: Tensor, local_rows: tuple[int, int], received: Tensor, slice_rows: int
     ) -> None:
         self.partial = partial  # slices of other ranks are being sent
-        self.own_rows = own_rows
+        self.local_rows = local_rows
         self.received = received
         self.slice_rows = slice_rows
         self.works: list[dist.Work] = []
@@ -220,11 +220,11 @@ class _RingReduceScatter:
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        local = self.partial[slice(*self.own_rows)]
+        local = self.partial[slice(*self.local_rows)]
         # Summed in float32 and rounded once.
         total = local.to(torch.promote_types(local.dtype, torch.float32))
-        for part in self.received:
-            total = total + part
+        for partial in self.received:
+            total = total + partial
         return _pad_rows(total.to(local.dtype), self.slice_rows)
 
 
@@ -238,12 +238,12 @@ class CollectiveBackend(OverlapBackend):
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> _StartedCollective:
-        partial = self._whole_product(inputs, weights, slice_rows)
+        partial = self._full_matmul(inputs, weights, slice_rows)
         return _StartedCollective(
             torch_private.start_reduce_scatter(partial, self.group), slice_rows
         )
 
-    def _whole_product(
+    def _full_matmul(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> Tensor:
         """Return the matmul of all tokens (ranks x S, D), with zeros as padding."""
@@ -266,35 +266,35 @@ class SymmetricMemoryBackend(CollectiveBackend):
         self._gathering: _StartedCollective | None = None
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _StartedCollective:
-        given_SD = x_SD.contiguous()
-        started = torch_private.start_copy_engine_gather(given_SD, self.group)
-        self._gathering = _StartedCollective(started, rows, given_SD)
+        input_SD = x_SD.contiguous()
+        started = torch_private.start_copy_engine_gather(input_SD, self.group)
+        self._gathering = _StartedCollective(started, rows, input_SD)
         return self._gathering
 
     def gather_linear(
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
         matrices = [weight.t() for weight in weights]
-        _, products = torch_private.fused_gather_matmul(
+        _, outputs = torch_private.fused_gather_matmul(
             x_SD.contiguous(), matrices, self.group, keep=False
         )
-        products = [product[:rows] for product in products]
-        return [p if b is None else p.add_(b) for p, b in zip(products, biases, strict=True)]
+        outputs = [output[:rows] for output in outputs]
+        return [p if b is None else p.add_(b) for p, b in zip(outputs, biases, strict=True)]
 
     def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        full_TD, products = torch_private.fused_gather_matmul(
+        full_TD, outputs = torch_private.fused_gather_matmul(
             x_SD.contiguous(), [weight.t()], self.group, keep=True
         )
         assert full_TD is not None
-        return products[0][:rows], full_TD[:rows]
+        return outputs[0][:rows], full_TD[:rows]
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> _StartedCollective:
         if self._gathering is not None:
-            partial = self._whole_product(inputs, weights, slice_rows)
+            partial = self._full_matmul(inputs, weights, slice_rows)
             self._gathering.wait()  # frees the workspace
             started = torch_private.start_copy_engine_scatter(partial, self.group)
             return _StartedCollective(started, slice_rows, partial)

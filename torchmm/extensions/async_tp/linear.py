@@ -172,14 +172,14 @@ def _(grads, x_SD, weights, slice_rows, needed, backend, group, chunks):  # type
 def _save_for_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x_SD, weights, _, _, *ctx.overlap = inputs
     ctx.slice_rows = x_SD.shape[0]
-    ctx.keeps_input = any(weight.requires_grad for weight in weights)
-    ctx.save_for_backward(*weights, *([x_SD] if ctx.keeps_input else []))
+    ctx.saves_input = any(weight.requires_grad for weight in weights)
+    ctx.save_for_backward(*weights, *([x_SD] if ctx.saves_input else []))
 
 
 def _backward_of_gather_linear(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     needs_x, needs_weights, needs_biases, *_ = ctx.needs_input_grad
     saved = list(ctx.saved_tensors)
-    x_SD = saved.pop() if ctx.keeps_input else None
+    x_SD = saved.pop() if ctx.saves_input else None
     needed = [needs_x, *needs_weights]
     gradients: list[Tensor | None] = [None] * len(needed)
     if any(needed):
@@ -261,8 +261,8 @@ def _(grad_SD, x_TF, weight_DF, rows, needed, backend, group, chunks):  # type: 
 def _save_for_linear_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TF, weight_DF, _, _, *ctx.overlap = inputs
     ctx.rows = x_TF.shape[0]
-    ctx.keeps_input = weight_DF.requires_grad
-    ctx.save_for_backward(weight_DF, *([x_TF] if ctx.keeps_input else []))
+    ctx.saves_input = weight_DF.requires_grad
+    ctx.save_for_backward(weight_DF, *([x_TF] if ctx.saves_input else []))
 
 
 def _backward_of_linear_scatter(ctx: Any, grad_SD: Tensor) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ class EncoderStructure:
     """Name of the norm after the layers, or "" without a norm."""
     unused: tuple[str, ...]
     num_prefix_tokens: int
-    left_out: tuple[str, ...]
+    none_arguments: tuple[str, ...]
     """Required arguments of layers that are always None."""
     gated_ffn: bool
     rms: bool
@@ -66,8 +66,8 @@ def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> En
 
     # Each layer must be called with the result of the previous layer.
     layer_calls = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
-    for index, (one, following) in enumerate(pairwise(layer_calls)):
-        if following.others or following.hidden is not one.result:
+    for index, (previous, following) in enumerate(pairwise(layer_calls)):
+        if following.other_arguments or following.hidden is not previous.result:
             raise ConfigError(f"the input of layer {index + 1} is not the output of layer {index}")
     last = layer_calls[-1].result
     patches = patches_per_row(tower.config) ** 2
@@ -105,10 +105,11 @@ def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> En
         final_norm=min(norms, key=len, default=""),
         unused=_unused(tower, last, pre, (*pre, layers, *norms)),
         num_prefix_tokens=last.shape[1] - patches,
-        left_out=tuple(
-            one.name
-            for one in other_parameters
-            if one.kind is Parameter.POSITIONAL_OR_KEYWORD and one.default is Parameter.empty
+        none_arguments=tuple(
+            argument.name
+            for argument in other_parameters
+            if argument.kind is Parameter.POSITIONAL_OR_KEYWORD
+            and argument.default is Parameter.empty
         ),
         gated_ffn=_is_gated(layer, tower.config),
         rms=any("RMS" in type(part).__name__ for part in layer.modules()),
@@ -122,8 +123,8 @@ def _modules_before_layers(
     entered: _ModuleCall, outputs: dict[str, _ModuleCall], pixels: Tensor
 ) -> tuple[str, ...]:
     """Return the modules between pixels and the first layer, in call order."""
-    if entered.others:
-        raise ConfigError(f"layers have inputs besides hidden states: {entered.others}")
+    if entered.other_arguments:
+        raise ConfigError(f"layers have inputs besides hidden states: {entered.other_arguments}")
     hidden: Tensor | None = entered.hidden
     pre: list[str] = []
     while hidden is not pixels:
@@ -134,8 +135,8 @@ def _modules_before_layers(
             after = f"after {pre[0]}" if pre else "before the layers"
             raise ConfigError(f"an operation that is not a separate module is {after}")
         name = min(producers, key=len)
-        if outputs[name].others:
-            raise ConfigError(f"{name} has more than one input: {outputs[name].others}")
+        if outputs[name].other_arguments:
+            raise ConfigError(f"{name} has more than one input: {outputs[name].other_arguments}")
         pre.insert(0, name)
         hidden = outputs[name].hidden
     return tuple(pre)
@@ -150,7 +151,7 @@ def example_pixels(config: Any, images: int) -> Tensor:
 class _ModuleCall(NamedTuple):
     hidden: Tensor | None
     """First tensor argument of a module."""
-    others: list[str]
+    other_arguments: list[str]
     """Names of its other arguments."""
     result: Tensor
 

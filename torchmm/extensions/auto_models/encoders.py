@@ -65,7 +65,7 @@ class DetectedEncoderFamily(EncoderFamily):
         self.processor_class = form.processor_class
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        return build_tower(config, dtype, PACKED)
+        return build_encoder_model(config, dtype, PACKED)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         weight = tower.get_submodule(self.patch_embedding).weight
@@ -77,7 +77,7 @@ class DetectedEncoderFamily(EncoderFamily):
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
     ) -> Tensor:
-        return hidden_states_of(layer(hidden, **dict.fromkeys(self.form.left_out)))
+        return hidden_states_of(layer(hidden, **dict.fromkeys(self.form.none_arguments)))
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[:, self.form.num_prefix_tokens :].flatten(0, 1)
@@ -118,17 +118,19 @@ class DetectedEncoderFamily(EncoderFamily):
         )
 
 
-def build_tower(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def build_encoder_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
     """Return the tower of a config.
 
     Raises:
         ConfigError: Transformers has no class for it.
     """
-    cls = tower_class(config)
+    cls = encoder_class(config)
     return cls._from_config(config, dtype=dtype, attn_implementation=attention)
 
 
-def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def encoder_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the Hugging Face class of a tower.
 
     Some towers of dual encoders have a class that `AutoModel` does not support.
@@ -233,7 +235,7 @@ def resolve_processor_class(config: PreTrainedConfig, settings: dict[str, Any]) 
 
 
 def _layers(config: PreTrainedConfig) -> nn.ModuleList:
-    tower = build_tower(config, torch.float32, "eager")
+    tower = build_encoder_model(config, torch.float32, "eager")
     layers = tower.get_submodule(find_layer_list(tower))
     assert isinstance(layers, nn.ModuleList)
     return layers

@@ -199,7 +199,7 @@ def compare_encoder(
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         small = run_external("a small copy of its config", towers.small_encoder_config, config)
-        hf_model = towers.build_tower(small, torch.float32, "eager")
+        hf_model = towers.build_encoder_model(small, torch.float32, "eager")
         form = run_external(
             "the Hugging Face model", detect_encoder_structure, hf_model, processor_class
         )

@@ -26,7 +26,7 @@ class BenchmarkHook(Hook):
             self._config, self.components.run_dir, self.components.logger
         )
         if self.components.recorder is not None:
-            self.components.recorder.add_source(self._take_scores)
+            self.components.recorder.add_source(self._pop_scores)
 
     def after_step(self, done: FinishedStep) -> None:
         """Export a snapshot and start its evaluation if it is due."""
@@ -52,7 +52,7 @@ class BenchmarkHook(Hook):
         """Stop the evaluation that is running."""
         self._processes.close()
 
-    def _take_scores(self) -> Mapping[str, Any]:
+    def _pop_scores(self) -> Mapping[str, Any]:
         """Return the scores that have become available, as metrics."""
         evaluation = self._processes.poll()
         return {} if evaluation is None else {"scores": evaluation.scores}

@@ -35,7 +35,7 @@ class GeneratedImage:
     context_ids: list[int]
     """Tokens of the prompt, without placeholders of input images."""
     truth: list[Image.Image]
-    drawn: list[Image.Image]
+    images: list[Image.Image]
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text of the prompt."""

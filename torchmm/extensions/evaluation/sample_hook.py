@@ -95,7 +95,7 @@ class SampleHook(Hook):
             directory = components.run_dir / GENERATED_IMAGES_FOLDER
             directory.mkdir(exist_ok=True)
             title = f"generated after step {step} (with the validation images)"
-            shown = [(d.truth, d.drawn, d.text(components.tokenizer)) for d in generated]
+            shown = [(d.truth, d.images, d.text(components.tokenizer)) for d in generated]
             plot_generated_images(shown, title, directory / f"step-{step}.png")
 
     def _generate_texts(self, step: int) -> list[GeneratedText]:

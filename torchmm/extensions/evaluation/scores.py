@@ -49,7 +49,9 @@ def exact_match(answers: Sequence[Answer]) -> float:
 
     Case and punctuation at the ends of words are ignored.
     """
-    right = (_words(a.written) in [_words(r) for r in a.references] for a in answers)
+    right = (
+        _normalize_words(a.written) in [_normalize_words(r) for r in a.references] for a in answers
+    )
     return sum(right) / len(answers)
 
 
@@ -84,10 +86,10 @@ def word_error_rate(answers: Sequence[Answer]) -> float:
     """
     errors = total = 0
     for answer in answers:
-        written = _words(answer.written)
+        written = _normalize_words(answer.written)
         edits_and_lengths = [
             (_edits(written, words_of_reference), len(words_of_reference))
-            for words_of_reference in map(_words, answer.references)
+            for words_of_reference in map(_normalize_words, answer.references)
         ]
         edits, length = min(
             edits_and_lengths, key=lambda pair: (pair[0] / max(1, pair[1]), -pair[1])
@@ -131,7 +133,7 @@ _SCORES: dict[Score, Callable[[Sequence[Answer]], float]] = {
 }
 
 
-def _words(text: str) -> list[str]:
+def _normalize_words(text: str) -> list[str]:
     stripped = (word.strip(".,;:!?\"'()") for word in text.lower().split())
     return [word for word in stripped if word]
 

@@ -72,7 +72,9 @@ def generate_requested_images(
                 generated = generate_sample_images(
                     writer.pipeline, [microbatch], spec, writer.mesh, steps
                 )
-                frames_by_request |= zip(numbers, (image.drawn for image in generated), strict=True)
+                frames_by_request |= zip(
+                    numbers, (image.images for image in generated), strict=True
+                )
             if len(frames_by_request) == len(requests):
                 break
     if lost := [r.label for number, r in enumerate(requests) if number not in frames_by_request]:

@@ -37,8 +37,8 @@ class OffloadTransfer:
         self._device = device
         self._streams = TransferStreams(device) if device.type == "cuda" else None
 
-    def each(
-        self, portions: Sequence[Chunk], tensors_of: Callable[[Chunk], Sequence[Tensor]]
+    def chunks_on_device(
+        self, chunks: Sequence[Chunk], tensors_of: Callable[[Chunk], Sequence[Tensor]]
     ) -> Iterator[tuple[Chunk, list[Tensor]]]:
         """Yield every chunk with copies of its tensors on the device.
 
@@ -46,36 +46,42 @@ class OffloadTransfer:
         the iterator.
 
         Args:
-            portions: Chunks.
+            chunks: Chunks.
             tensors_of: Function that returns contiguous tensors in host memory, pinned with CUDA.
         """
-        visits = self._visits([tensors_of(portion) for portion in portions])
+        transfers = self._plan_transfers([tensors_of(chunk) for chunk in chunks])
         streams = self._streams
         if streams is None:
-            for portion, visit in zip(portions, visits, strict=True):
-                visit.bring()
-                yield portion, visit.copies
-                visit.take_back()
+            for chunk, transfer in zip(chunks, transfers, strict=True):
+                transfer.copy_to_device()
+                yield chunk, transfer.copies
+                transfer.copy_to_host()
             return
         streams.begin()
-        for portion, visit, following in zip(portions, visits, [*visits[1:], None], strict=True):
-            if visit is visits[0]:
-                streams.bring(visit)
-            if following is not None:
-                streams.bring(following)
-            streams.await_arrival(visit)
-            yield portion, visit.copies
-            streams.take_back(visit)
+        for chunk, transfer, next_transfer in zip(
+            chunks, transfers, [*transfers[1:], None], strict=True
+        ):
+            if transfer is transfers[0]:
+                streams.copy_to_device(transfer)
+            if next_transfer is not None:
+                streams.copy_to_device(next_transfer)
+            streams.wait_for_copy(transfer)
+            yield chunk, transfer.copies
+            streams.copy_to_host(transfer)
         streams.end()
 
-    def _visits(self, hosts: Sequence[Sequence[Tensor]]) -> list[_ChunkTransfer]:
-        room_bytes = max((sum(_aligned_bytes(t) for t in tensors) for tensors in hosts), default=0)
-        count = min(_NUM_BUFFERS, len(hosts))
-        slots = [
-            _DeviceBuffer(torch.empty(room_bytes, dtype=torch.uint8, device=self._device))
+    def _plan_transfers(self, host_tensors: Sequence[Sequence[Tensor]]) -> list[_ChunkTransfer]:
+        buffer_bytes = max(
+            (sum(_aligned_bytes(t) for t in tensors) for tensors in host_tensors), default=0
+        )
+        count = min(_NUM_BUFFERS, len(host_tensors))
+        buffers = [
+            _DeviceBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device))
             for _ in range(count)
         ]
-        return [_ChunkTransfer(tensors, slots[i % count]) for i, tensors in enumerate(hosts)]
+        return [
+            _ChunkTransfer(tensors, buffers[i % count]) for i, tensors in enumerate(host_tensors)
+        ]
 
 
 @dataclass
@@ -83,32 +89,32 @@ class _DeviceBuffer:
     """Device buffer for one chunk."""
 
     memory: Tensor
-    free: torch.cuda.Event | None = None
+    released: torch.cuda.Event | None = None
     """Event after the copy of the previous chunk to the host. None before the first chunk."""
 
 
 class _ChunkTransfer:
     """Tensors of one chunk, and their device buffers."""
 
-    def __init__(self, hosts: Sequence[Tensor], slot: _DeviceBuffer) -> None:
-        self.slot = slot
-        self.arrived: torch.cuda.Event | None = None
+    def __init__(self, host_tensors: Sequence[Tensor], buffer: _DeviceBuffer) -> None:
+        self.buffer = buffer
+        self.copied: torch.cuda.Event | None = None
         self.copies: list[Tensor] = []
-        self._hosts = hosts
+        self._host_tensors = host_tensors
         start = 0
-        for host in hosts:
-            raw = slot.memory[start : start + host.nbytes]
+        for host in host_tensors:
+            raw = buffer.memory[start : start + host.nbytes]
             self.copies.append(raw.view(host.dtype).view(host.shape))
             start += _aligned_bytes(host)
 
-    def bring(self) -> None:
+    def copy_to_device(self) -> None:
         """Copy the tensors to the device on the current stream."""
-        for copy, host in zip(self.copies, self._hosts, strict=True):
+        for copy, host in zip(self.copies, self._host_tensors, strict=True):
             copy.copy_(host, non_blocking=True)
 
-    def take_back(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the tensors to the host on the current stream."""
-        for copy, host in zip(self.copies, self._hosts, strict=True):
+        for copy, host in zip(self.copies, self._host_tensors, strict=True):
             host.copy_(copy, non_blocking=True)
 
 
@@ -117,35 +123,35 @@ class TransferStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._coming = torch.cuda.Stream(device)
-        self._going = torch.cuda.Stream(device)
+        self._device_stream = torch.cuda.Stream(device)
+        self._host_stream = torch.cuda.Stream(device)
 
     def begin(self) -> None:
         """Wait until the compute stream has released the memory of the buffers.
 
         Host tensors are complete since `end`.
         """
-        self._coming.wait_stream(torch.cuda.current_stream(self._device))
+        self._device_stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def bring(self, visit: _ChunkTransfer) -> None:
+    def copy_to_device(self, transfer: _ChunkTransfer) -> None:
         """Copy a chunk to the device as soon as its buffer is free."""
-        if visit.slot.free is not None:
-            self._coming.wait_event(visit.slot.free)
-        with torch.cuda.stream(self._coming):
-            visit.bring()
-        visit.arrived = self._coming.record_event()
+        if transfer.buffer.released is not None:
+            self._device_stream.wait_event(transfer.buffer.released)
+        with torch.cuda.stream(self._device_stream):
+            transfer.copy_to_device()
+        transfer.copied = self._device_stream.record_event()
 
-    def await_arrival(self, visit: _ChunkTransfer) -> None:
+    def wait_for_copy(self, transfer: _ChunkTransfer) -> None:
         """Make the compute stream wait for the copy of a chunk."""
-        assert visit.arrived is not None
-        torch.cuda.current_stream(self._device).wait_event(visit.arrived)
+        assert transfer.copied is not None
+        torch.cuda.current_stream(self._device).wait_event(transfer.copied)
 
-    def take_back(self, visit: _ChunkTransfer) -> None:
+    def copy_to_host(self, transfer: _ChunkTransfer) -> None:
         """Copy a chunk to the host after its update."""
-        self._going.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._going):
-            visit.take_back()
-        visit.slot.free = self._going.record_event()
+        self._host_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._host_stream):
+            transfer.copy_to_host()
+        transfer.buffer.released = self._host_stream.record_event()
 
     def end(self) -> None:
         """Make the compute stream wait for all copies.
@@ -153,7 +159,7 @@ class TransferStreams:
         The buffers can then be reused, and readers that wait for this stream have all states on the
         host, as checkpoints require.
         """
-        torch.cuda.current_stream(self._device).wait_stream(self._going)
+        torch.cuda.current_stream(self._device).wait_stream(self._host_stream)
 
 
 def _aligned_bytes(tensor: Tensor) -> int:

@@ -102,7 +102,7 @@ def _by_layer(module: LayeredModule, config: Float8Config) -> dict[int, list[nn.
     return {
         index: [
             linear
-            for name, linear in _plain_linears(layer)
+            for name, linear in _convertible_linears(layer)
             if not any(fnmatch(name, pattern) for pattern in config.exclude)
             and not any(size % _MULTIPLE for size in linear.weight.shape)
         ]
@@ -143,11 +143,11 @@ def float8_problems(
                 f"be multiples of {_MULTIPLE}; remove the module"
             )
         if not config.emulate:
-            problems += _uneven_parts(module, config, tensor.get(module.name, 1))
+            problems += _unsupported_shard_sizes(module, config, tensor.get(module.name, 1))
     return problems
 
 
-def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
+def _unsupported_shard_sizes(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
     """Return linear layers whose shards on `tensor` ranks have unsupported sizes."""
     chosen = set(find_float8_linears(module, config))
     divided = {
@@ -214,7 +214,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
                 setattr(part, MULTIPLY, partial(multiply, part))
 
 
-def _plain_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _convertible_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers with the forward method of torch, which torchao replaces."""
     for name, part in layer.named_modules():
         if type(part) is nn.Linear and "forward" not in vars(part):

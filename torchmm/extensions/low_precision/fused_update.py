@@ -59,9 +59,9 @@ INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 class GraphKey(NamedTuple):
     """Key of a compiled graph."""
 
-    forms: tuple[StorageFormat, StorageFormat, StorageFormat]
-    """Storage forms of the parameter and its two moments."""
-    short_memory: bool
+    formats: tuple[StorageFormat, StorageFormat, StorageFormat]
+    """Storage formats of the parameter and its two moments."""
+    small_beta1: bool
     """Whether beta1 is at most 0.5."""
 
 
@@ -80,7 +80,7 @@ class UpdateSlice:
     Attributes:
         target, gradient: (R, C).
         moments: The stored first and second moment.
-        places: int32 positions of the rows and columns.
+        positions: int32 positions of the rows and columns.
         step: 0-dim, the number of this update, on the device.
         name_key: Hash of the parameter name.
     """
@@ -89,7 +89,7 @@ class UpdateSlice:
     target: Tensor
     gradient: Tensor
     moments: tuple[StoredTensors, StoredTensors]
-    places: ShardPositions
+    positions: ShardPositions
     step: Tensor
     name_key: int
     lr: float
@@ -98,8 +98,8 @@ class UpdateSlice:
     def tensors(self) -> list[tuple[Tensor, int, int]]:
         """Return gradient, target and states, their elements per unit and their padding values."""
         states = [
-            (tensor, 1 if suffix else BLOCK, form.zero)
-            for form, stored in zip(self.kind.forms[1:], self.moments, strict=True)
+            (tensor, 1 if suffix else BLOCK, storage_format.zero)
+            for storage_format, stored in zip(self.kind.formats[1:], self.moments, strict=True)
             for suffix, tensor in stored.items()
         ]
         return [(self.gradient, BLOCK, 0), (self.target, BLOCK, 0), *states]
@@ -110,7 +110,7 @@ class UpdateSlice:
         return -self.target.shape[1] % BLOCK
 
     def split(self) -> Iterator[UpdateSlice]:
-        """Yield the piece in parts of at most `JOINED_ELEMENTS` elements, or one row."""
+        """Yield the slice in parts of at most `JOINED_ELEMENTS` elements, or one row."""
         rows = max(1, JOINED_ELEMENTS // (self.target.shape[1] + self.padding))
         for start in range(0, self.target.shape[0], rows):
             part = slice(start, start + rows)
@@ -120,17 +120,17 @@ class UpdateSlice:
                 target=self.target[part],
                 gradient=self.gradient[part],
                 moments=(first, second),
-                places=self.places.of_rows(part),
+                positions=self.positions.of_rows(part),
             )
 
 
 def update_slices(
-    pieces: Sequence[UpdateSlice],
+    slices: Sequence[UpdateSlice],
     constants: AdamWConstants,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Apply one AdamW update to all pieces, in place.
+    """Apply one AdamW update to all slices, in place.
 
     Args:
         grad_scale: 0-dim divisor of the gradients, or None.
@@ -138,59 +138,65 @@ def update_slices(
     """
     groups: list[list[UpdateSlice]] = []
     small: list[UpdateSlice] = []
-    for piece in pieces:
-        if piece.padding or piece.target.numel() <= MAX_SMALL_ELEMENTS:
-            small.extend(piece.split())
+    for update_slice in slices:
+        if update_slice.padding or update_slice.target.numel() <= MAX_SMALL_ELEMENTS:
+            small.extend(update_slice.split())
         else:
-            groups.append([piece])
+            groups.append([update_slice])
     separate = len(groups)
-    groups.extend(_groups(small))
+    groups.extend(_group_slices(small))
     if not groups:
         return
     device = groups[0][0].target.device
-    ordered = [piece for group in groups for piece in group]
+    ordered = [update_slice for group in groups for update_slice in group]
     numbers_PN, keys_P4 = _numbers(ordered, constants, grad_scale, found_inf)
-    table_P6 = to_device(torch.tensor([row for group in groups for row in _table(group)]), device)
+    table_P6 = to_device(
+        torch.tensor([row for group in groups for row in _unit_offsets(group)]), device
+    )
     start = 0
     for index, group in enumerate(groups):
         if index < separate:
-            (piece,) = group
-            units = [tensor.view(-1, width) for tensor, width, _ in piece.tensors()]
+            (update_slice,) = group
+            units = [tensor.view(-1, width) for tensor, width, _ in update_slice.tensors()]
             tables = [table_P6[start], keys_P4[start], numbers_PN[start]]
-            _compiled(_update_units, piece.kind)(units, [*piece.places], tables)
+            _compiled(_update_units, update_slice.kind)(units, [*update_slice.positions], tables)
         else:
             rows = slice(start, start + len(group))
             _update_joined(group, [table_P6[rows], keys_P4[rows], numbers_PN[rows]])
         start += len(group)
 
 
-def _groups(pieces: Iterable[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
-    """Yield groups of pieces of one kind with about `JOINED_ELEMENTS` elements."""
-    alike: dict[tuple, list[UpdateSlice]] = {}
-    for piece in pieces:
-        alike.setdefault((piece.kind, piece.gradient.dtype), []).append(piece)
-    for group in alike.values():
-        ready: list[UpdateSlice] = []
+def _group_slices(slices: Iterable[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
+    """Yield groups of slices of one kind with about `JOINED_ELEMENTS` elements."""
+    by_kind: dict[tuple, list[UpdateSlice]] = {}
+    for update_slice in slices:
+        by_kind.setdefault((update_slice.kind, update_slice.gradient.dtype), []).append(
+            update_slice
+        )
+    for group in by_kind.values():
+        group_slices: list[UpdateSlice] = []
         elements = 0
-        for piece in group:
-            ready.append(piece)
-            elements += piece.target.shape[0] * (piece.target.shape[1] + piece.padding)
+        for update_slice in group:
+            group_slices.append(update_slice)
+            elements += update_slice.target.shape[0] * (
+                update_slice.target.shape[1] + update_slice.padding
+            )
             if elements >= JOINED_ELEMENTS:
-                yield ready
-                ready, elements = [], 0
-        if ready:
-            yield ready
+                yield group_slices
+                group_slices, elements = [], 0
+        if group_slices:
+            yield group_slices
 
 
-def _table(group: Sequence[UpdateSlice]) -> list[list[int]]:
-    """Return for each piece its first unit, row and column, units per row, and columns.
+def _unit_offsets(group: Sequence[UpdateSlice]) -> list[list[int]]:
+    """Return for each slice its first unit, row and column, units per row, and columns.
 
     A row has a multiple of 16 bytes. Compiled code copies inputs that start elsewhere.
     """
     table = []
     first_unit = first_row = first_column = 0
-    for piece in group:
-        rows, columns = piece.target.shape
+    for update_slice in group:
+        rows, columns = update_slice.target.shape
         per_row = -(-columns // BLOCK)
         table.append([first_unit, first_row, first_column, per_row, columns, 0])
         first_unit += rows * per_row
@@ -200,15 +206,18 @@ def _table(group: Sequence[UpdateSlice]) -> list[list[int]]:
 
 
 def _numbers(
-    pieces: Sequence[UpdateSlice],
+    slices: Sequence[UpdateSlice],
     constants: AdamWConstants,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the float32 numbers of `_adamw`, one row per piece, and the (P, 4) int32 keys."""
-    values = ((piece.lr, piece.weight_decay, float(as_int32(piece.name_key))) for piece in pieces)
+    """Return the float32 numbers of `_adamw`, one row per slice, and the (P, 4) int32 keys."""
+    values = (
+        (update_slice.lr, update_slice.weight_decay, float(as_int32(update_slice.name_key)))
+        for update_slice in slices
+    )
     host_P6 = torch.tensor([[*numbers, *constants] for numbers in values], dtype=torch.float64)
-    steps_P = torch.stack([piece.step for piece in pieces])
+    steps_P = torch.stack([update_slice.step for update_slice in slices])
     host_P6 = to_device(host_P6, steps_P.device)
     return _compiled(_scalars)(steps_P, host_P6, grad_scale, found_inf)
 
@@ -237,15 +246,15 @@ def _scalars(
 
 
 def _update_joined(group: Sequence[UpdateSlice], tables: Sequence[Tensor]) -> None:
-    """Copy pieces into common buffers, update these, and copy the results back."""
+    """Copy slices into common buffers, update these, and copy the results back."""
     device = group[0].target.device
     buffers, stored, copies = [], [], []
-    for parts in zip(*(piece.tensors() for piece in group), strict=True):
-        first, width, fill = parts[0]
+    for parts in zip(*(update_slice.tensors() for update_slice in group), strict=True):
+        first, width, padding_value = parts[0]
         sizes = [t.shape[0] * -(-t.shape[1] // width) * width for t, _, _ in parts]
         buffer = torch.empty(sum(sizes), dtype=first.dtype, device=device)
-        if any(piece.padding for piece in group):
-            buffer.fill_(fill)
+        if any(update_slice.padding for update_slice in group):
+            buffer.fill_(padding_value)
         buffers.append(buffer.view(-1, width))
         for (tensor, _, _), target in zip(parts, buffer.split(sizes), strict=True):
             if tensor.shape[0] > 1 and target.numel() > tensor.numel():
@@ -255,52 +264,55 @@ def _update_joined(group: Sequence[UpdateSlice], tables: Sequence[Tensor]) -> No
                 stored.append(tensor.view(-1))
                 copies.append(target[: tensor.numel()])
     _copy_all(copies, stored)
-    rows = torch.cat([piece.places.rows_R for piece in group])
-    columns = torch.cat([piece.places.columns_C for piece in group])
-    piece_P = torch.arange(len(group), device=device)
-    units = [piece.target.shape[0] * -(-piece.target.shape[1] // BLOCK) for piece in group]
+    rows = torch.cat([update_slice.positions.rows_R for update_slice in group])
+    columns = torch.cat([update_slice.positions.columns_C for update_slice in group])
+    slice_P = torch.arange(len(group), device=device)
+    units = [
+        update_slice.target.shape[0] * -(-update_slice.target.shape[1] // BLOCK)
+        for update_slice in group
+    ]
     units_P = to_device(torch.tensor(units), device)
-    piece_U = piece_P.repeat_interleave(units_P, output_size=sum(units))
+    slice_U = slice_P.repeat_interleave(units_P, output_size=sum(units))
     update = _compiled(_update_units, group[0].kind)
-    update(buffers, [rows, columns], tables, piece_U)
+    update(buffers, [rows, columns], tables, slice_U)
     unchanged = len(group)  # the gradients
     _copy_all(stored[unchanged:], copies[unchanged:])
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, of equal shape and dtype, with few kernels."""
-    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    by_kind: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         # Separate lists, because non-contiguous tensors disable the fast path of a list.
-        lists = alike.setdefault((target.dtype, target.ndim), ([], []))
+        lists = by_kind.setdefault((target.dtype, target.ndim), ([], []))
         lists[0].append(target)
         lists[1].append(source)
-    for some_targets, some_sources in alike.values():
-        torch._foreach_copy_(some_targets, some_sources)
+    for group_targets, group_sources in by_kind.values():
+        torch._foreach_copy_(group_targets, group_sources)
 
 
 def _update_units(
     kind: GraphKey,
     tensors: Sequence[Tensor],
-    lines: Sequence[Tensor],
+    shard_positions: Sequence[Tensor],
     tables: Sequence[Tensor],
-    piece_U: Tensor | None = None,
+    slice_U: Tensor | None = None,
 ) -> None:
-    """Update units of one or several pieces in place.
+    """Update units of one or several slices in place.
 
     Args:
         tensors: The gradient, the value and the tensors of both moments. (U, W), scales (U, 1).
-        lines: The positions of the rows and of the columns of all pieces.
-        tables: From `_table` and `_numbers`, for one or all pieces.
-        piece_U: The piece of each unit, if there are several.
+        shard_positions: The positions of the rows and of the columns of all slices.
+        tables: From `_unit_offsets` and `_numbers`, for one or all slices.
+        slice_U: The slice of each unit, if there are several.
     """
     # Views with a constant number of columns, which the compiler needs for one kernel.
     gradient, target, *states = (
         tensor if tensor.shape[1] == 1 else tensor.view(-1, BLOCK) for tensor in tensors
     )
-    rows, columns = lines
+    rows, columns = shard_positions
     unit_positions, keys, numbers = (
-        table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
+        table.unbind() if slice_U is None else [column[slice_U] for column in table.unbind(1)]
         for table in tables
     )
     first_unit, first_row, first_column, per_row, column_count, _ = unit_positions
@@ -332,10 +344,10 @@ def _adamw(
         numbers: (U, 1) or (1, 1) each, see `_scalars`.
     """
     decay, negative_step, bias2_sqrt, weight1, beta2, weight2, eps, grad_scale, found_inf = numbers
-    value, exp_avg, exp_avg_sq = (f.read(t) for f, t in zip(kind.forms, stored, strict=True))
+    value, exp_avg, exp_avg_sq = (f.read(t) for f, t in zip(kind.formats, stored, strict=True))
     gradient = gradient.float() / grad_scale
     distance = gradient - exp_avg
-    if kind.short_memory:
+    if kind.small_beta1:
         exp_avg = fused_multiply_add(weight1 - 1, distance, gradient)
     else:
         exp_avg = fused_multiply_add(weight1, distance, exp_avg)
@@ -343,8 +355,8 @@ def _adamw(
     denominator = exp_avg_sq.sqrt() / bias2_sqrt + eps
     value = value * decay + negative_step * exp_avg / denominator
     results = (value, exp_avg, exp_avg_sq)
-    for form, old, new, key in zip(kind.forms, stored, results, keys, strict=True):
-        for suffix, encoded in form.encode(new, RandomBits(positions, key)).items():
+    for storage_format, old, new, key in zip(kind.formats, stored, results, keys, strict=True):
+        for suffix, encoded in storage_format.encode(new, RandomBits(positions, key)).items():
             old[suffix].copy_(torch.where(found_inf == 0, encoded, old[suffix]))
 
 

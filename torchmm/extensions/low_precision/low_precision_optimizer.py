@@ -94,9 +94,9 @@ class LowPrecisionOptimizer(RunOptimizer):
         self._keys = {number: crc32(name.encode()) for number, name in names.items()}
         parameters = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((parameter.device for parameter in parameters), None)
-        self._visits = OffloadTransfer(device) if config.offload and device is not None else None
-        self._fuses = device is not None and uses_fused_update(device)
-        self._places: dict[int, ShardPositions] = {}
+        self._transfer = OffloadTransfer(device) if config.offload and device is not None else None
+        self._uses_fused_update = device is not None and uses_fused_update(device)
+        self._positions: dict[int, ShardPositions] = {}
 
     @classmethod
     def find_problems(
@@ -107,9 +107,9 @@ class LowPrecisionOptimizer(RunOptimizer):
     def new_state(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
         local = local_tensor(parameter)
         state = {"step": torch.zeros((), device=local.device)}
-        for moment, form in self._forms(parameter, group["rule"]).items():
-            full_shapes = form.shapes(parameter.shape)
-            for suffix, (shape, dtype) in form.shapes(local.shape).items():
+        for moment, storage_format in self._moment_formats(parameter, group["rule"]).items():
+            full_shapes = storage_format.shapes(parameter.shape)
+            for suffix, (shape, dtype) in storage_format.shapes(local.shape).items():
                 zeros = self._zeros(shape, dtype, local.device)
                 if isinstance(parameter, DTensor):
                     zeros = placed_like(zeros, parameter, full_shapes[suffix][0])
@@ -131,18 +131,22 @@ class LowPrecisionOptimizer(RunOptimizer):
                     [_ParameterSlice(parameter, slice(None)) for parameter in batch]
                     for batch in group_by_mesh_size(parameters)
                 ]
-                for portion, states in self._at_hand(rounds, "muon"):
-                    self._muon(group, portion, states)
-            elif self._fuses:
+                for chunk, states in self._chunks_with_states(rounds, "muon"):
+                    self._muon(group, chunk, states)
+            elif self._uses_fused_update:
                 fused_groups |= dict.fromkeys(parameters, group)
             else:
-                for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
-                    self._adamw(group, portion, states)
+                for chunk, states in self._chunks_with_states(
+                    [*_split_into_chunks(parameters)], "adamw"
+                ):
+                    self._adamw(group, chunk, states)
         if fused_groups:
             # Fused updates require no float32 copies, so chunks need not limit their size.
-            size = sys.maxsize if self._visits is None else CHUNK_ELEMENTS
-            for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
-                self._adamw_fused(fused_groups, portion, states)
+            size = sys.maxsize if self._transfer is None else CHUNK_ELEMENTS
+            for chunk, states in self._chunks_with_states(
+                [*_split_into_chunks([*fused_groups], size)], "adamw"
+            ):
+                self._adamw_fused(fused_groups, chunk, states)
 
     def _count_step(self, updated: Sequence[Sequence[nn.Parameter]]) -> None:
         """Create missing states and count the step, unless it is skipped.
@@ -157,89 +161,89 @@ class LowPrecisionOptimizer(RunOptimizer):
         all_parameters = (parameter for parameters in updated for parameter in parameters)
         count_step([self.state[parameter]["step"] for parameter in all_parameters], self.found_inf)
 
-    def _at_hand(
-        self, portions: list[list[_ParameterSlice]], rule: UpdateRule
+    def _chunks_with_states(
+        self, chunks: list[list[_ParameterSlice]], rule: UpdateRule
     ) -> Iterator[tuple[list[_ParameterSlice], list[dict[str, StoredTensors]]]]:
         """Yield chunks with their states on the device, by moment."""
-        if self._visits is None:
-            for portion in portions:
-                yield portion, [self._stored(piece, rule) for piece in portion]
+        if self._transfer is None:
+            for chunk in chunks:
+                yield chunk, [self._stored(rows, rule) for rows in chunk]
             return
 
-        def hosts(portion: list[_ParameterSlice]) -> list[Tensor]:
-            stored_states = (self._stored(piece, rule) for piece in portion)
+        def host_tensors(chunk: list[_ParameterSlice]) -> list[Tensor]:
+            stored_states = (self._stored(rows, rule) for rows in chunk)
             return [
                 tensor
                 for state in stored_states
-                for one in state.values()
-                for tensor in one.values()
+                for stored in state.values()
+                for tensor in stored.values()
             ]
 
-        for portion, copies in self._visits.each(portions, hosts):
+        for chunk, copies in self._transfer.chunks_on_device(chunks, host_tensors):
             remaining = iter(copies)
             yield (
-                portion,
+                chunk,
                 [
                     {
                         moment: {suffix: next(remaining) for suffix in stored}
-                        for moment, stored in self._stored(piece, rule).items()
+                        for moment, stored in self._stored(rows, rule).items()
                     }
-                    for piece in portion
+                    for rows in chunk
                 ],
             )
 
     def _adamw_fused(
         self,
         groups: Mapping[nn.Parameter, dict[str, Any]],
-        portion: list[_ParameterSlice],
+        chunk: list[_ParameterSlice],
         states: list[dict[str, StoredTensors]],
     ) -> None:
         beta1, beta2 = self._config.betas
         constants = fused_update.AdamWConstants(beta1, beta2, self._config.eps)
-        pieces = []
-        for piece, stored in zip(portion, states, strict=True):
-            parameter = piece.parameter
+        slices = []
+        for rows, stored in zip(chunk, states, strict=True):
+            parameter = rows.parameter
             assert parameter.grad is not None
-            first, second = self._forms(parameter, "adamw").values()
-            forms = (self._parameter_form(parameter), first, second)
-            pieces.append(
+            first, second = self._moment_formats(parameter, "adamw").values()
+            formats = (self._parameter_format(parameter), first, second)
+            slices.append(
                 fused_update.UpdateSlice(
-                    kind=fused_update.GraphKey(forms, constants.beta1 <= 0.5),
-                    target=piece.of(parameter),
-                    gradient=piece.of(parameter.grad),
+                    kind=fused_update.GraphKey(formats, constants.beta1 <= 0.5),
+                    target=rows.of(parameter),
+                    gradient=rows.of(parameter.grad),
                     moments=(stored["exp_avg"], stored["exp_avg_sq"]),
-                    places=self._places_of(piece),
+                    positions=self._positions_of(rows),
                     step=self.state[parameter]["step"],
                     name_key=self._keys[id(parameter)],
                     lr=groups[parameter]["lr"],
                     weight_decay=groups[parameter]["weight_decay"],
                 )
             )
-        fused_update.update_slices(pieces, constants, self.grad_scale, self.found_inf)
+        fused_update.update_slices(slices, constants, self.grad_scale, self.found_inf)
 
     def _adamw(
         self,
         group: dict[str, Any],
-        portion: list[_ParameterSlice],
+        chunk: list[_ParameterSlice],
         states: list[dict[str, StoredTensors]],
     ) -> None:
-        values = [self._parameter_form(p.parameter).read({"": p.of(p.parameter)}) for p in portion]
-        forms = [self._forms(piece.parameter, "adamw") for piece in portion]
+        values = [self._parameter_format(p.parameter).read({"": p.of(p.parameter)}) for p in chunk]
+        formats = [self._moment_formats(rows.parameter, "adamw") for rows in chunk]
         moments = {
             name: [
                 format_of[name].read(stored[name])
-                for format_of, stored in zip(forms, states, strict=True)
+                for format_of, stored in zip(formats, states, strict=True)
             ]
             for name in _MOMENTS["adamw"]
         }
         beta1, beta2 = self._config.betas
         adamw(
             values,
-            [_gradient(piece) for piece in portion],
+            [_gradient(rows) for rows in chunk],
             moments["exp_avg"],
             moments["exp_avg_sq"],
             [],
-            [self.state[piece.parameter]["step"] - 1 for piece in portion],  # torch adds 1
+            [self.state[rows.parameter]["step"] - 1 for rows in chunk],  # torch adds 1
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -251,91 +255,100 @@ class LowPrecisionOptimizer(RunOptimizer):
             grad_scale=self.grad_scale,
             found_inf=None if self.found_inf is None else (self.found_inf != 0).float(),
         )
-        for index, (piece, stored) in enumerate(zip(portion, states, strict=True)):
-            updated = {name: of_each[index] for name, of_each in moments.items()}
-            self._put_to_rest(piece, values[index], updated, stored)
+        for index, (rows, stored) in enumerate(zip(chunk, states, strict=True)):
+            updated = {name: values_of_moment[index] for name, values_of_moment in moments.items()}
+            self._store_results(rows, values[index], updated, stored)
 
     def _muon(
         self,
         group: dict[str, Any],
-        portion: list[_ParameterSlice],
+        chunk: list[_ParameterSlice],
         states: list[dict[str, StoredTensors]],
     ) -> None:
         moments, updates = [], []
-        for piece, stored in zip(portion, states, strict=True):
-            form = self._forms(piece.parameter, "muon")["momentum_buffer"]
-            moment = form.read(stored["momentum_buffer"])
+        for rows, stored in zip(chunk, states, strict=True):
+            storage_format = self._moment_formats(rows.parameter, "muon")["momentum_buffer"]
+            moment = storage_format.read(stored["momentum_buffer"])
             update = update_momentum(
                 moment,
-                _gradient(piece),
+                _gradient(rows),
                 self._config.momentum,
                 self._dtype,
                 self.grad_scale,
                 self.found_inf,
             )
             moments.append(moment)
-            updates.append(update.view(local_tensor(piece.parameter).shape))
-        orthogonalized = orthogonalize_distributed(updates, [piece.parameter for piece in portion])
-        for piece, stored, moment, update in zip(
-            portion, states, moments, orthogonalized, strict=True
+            updates.append(update.view(local_tensor(rows.parameter).shape))
+        orthogonalized = orthogonalize_distributed(updates, [rows.parameter for rows in chunk])
+        for rows, stored, moment, update in zip(
+            chunk, states, moments, orthogonalized, strict=True
         ):
-            value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
-            apply_matrix_update(value, update, piece.parameter.shape, group, self.found_inf)
-            self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
+            value = self._parameter_format(rows.parameter).read({"": rows.of(rows.parameter)})
+            apply_matrix_update(value, update, rows.parameter.shape, group, self.found_inf)
+            self._store_results(rows, value, {"momentum_buffer": moment}, stored)
 
-    def _put_to_rest(
+    def _store_results(
         self,
-        piece: _ParameterSlice,
+        rows: _ParameterSlice,
         value_RC: Tensor,
         moments: Mapping[str, Tensor],
         stored: Mapping[str, StoredTensors],
     ) -> None:
-        """Store float32 results in the storage forms of the parameter and its states."""
-        parameter = piece.parameter
+        """Store float32 results in the storage formats of the parameter and its states."""
+        parameter = rows.parameter
         rule: UpdateRule = "adamw" if "exp_avg" in moments else "muon"
         key = self.state[parameter]["step"].int() * fused_update.STEP_KEY
         key += as_int32(self._keys[id(parameter)])
-        forms = [self._parameter_form(parameter), *self._forms(parameter, rule).values()]
-        targets = [{"": piece.of(parameter)}, *(stored[name] for name in moments)]
+        formats = [
+            self._parameter_format(parameter),
+            *self._moment_formats(parameter, rule).values(),
+        ]
+        targets = [{"": rows.of(parameter)}, *(stored[name] for name in moments)]
         values = [value_RC, *moments.values()]
-        for number, (form, target, value) in enumerate(zip(forms, targets, values, strict=True)):
+        for number, (storage_format, target, value) in enumerate(
+            zip(formats, targets, values, strict=True)
+        ):
             bits = RandomBits(
-                self._places_of(piece), key + as_int32(number * fused_update.MOMENT_KEY)
+                self._positions_of(rows), key + as_int32(number * fused_update.MOMENT_KEY)
             )
-            for suffix, encoded in form.encode(value, bits).items():
+            for suffix, encoded in storage_format.encode(value, bits).items():
                 if encoded is not target[suffix]:
                     new = where_not_skipped(self.found_inf, encoded, target[suffix])
                     target[suffix].copy_(new)
 
-    def _places_of(self, piece: _ParameterSlice) -> ShardPositions:
-        number = id(piece.parameter)
-        if number not in self._places:
-            self._places[number] = shard_positions(piece.parameter)
-        return self._places[number].of_rows(piece.rows)
+    def _positions_of(self, rows: _ParameterSlice) -> ShardPositions:
+        number = id(rows.parameter)
+        if number not in self._positions:
+            self._positions[number] = shard_positions(rows.parameter)
+        return self._positions[number].of_rows(rows.rows)
 
-    def _parameter_form(self, parameter: nn.Parameter) -> StorageFormat:
+    def _parameter_format(self, parameter: nn.Parameter) -> StorageFormat:
         narrow = parameter.dtype == torch.bfloat16
         return BFloat16Format(self._config.stochastic_rounding) if narrow else Float32Format()
 
-    def _forms(self, parameter: nn.Parameter, rule: UpdateRule) -> dict[str, StorageFormat]:
-        """Return the storage forms of the moments of a parameter."""
+    def _moment_formats(
+        self, parameter: nn.Parameter, rule: UpdateRule
+    ) -> dict[str, StorageFormat]:
+        """Return the storage formats of the moments of a parameter."""
         dtype = self._config.state_dtype
         return {
             moment: state_format(dtype, signed, parameter.ndim > 1, parameter.device)
             for moment, signed in _MOMENTS[rule].items()
         }
 
-    def _stored(self, piece: _ParameterSlice, rule: UpdateRule) -> dict[str, StoredTensors]:
+    def _stored(self, rows: _ParameterSlice, rule: UpdateRule) -> dict[str, StoredTensors]:
         """Return the stored states of these rows by moment."""
-        state = self.state[piece.parameter]
-        shape = piece.parameter.shape
+        state = self.state[rows.parameter]
+        shape = rows.parameter.shape
         return {
-            moment: {suffix: piece.of(state[moment + suffix]) for suffix in form.shapes(shape)}
-            for moment, form in self._forms(piece.parameter, rule).items()
+            moment: {
+                suffix: rows.of(state[moment + suffix]) for suffix in storage_format.shapes(shape)
+            }
+            for moment, storage_format in self._moment_formats(rows.parameter, rule).items()
         }
 
     def _zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._visits is None:
+        if self._transfer is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -345,17 +358,17 @@ def uses_fused_update(device: torch.device) -> bool:
     return device.type == "cuda" and not missing_compiler(device.type)
 
 
-def _gradient(piece: _ParameterSlice) -> Tensor:
-    assert piece.parameter.grad is not None
-    return piece.of(piece.parameter.grad).float()
+def _gradient(rows: _ParameterSlice) -> Tensor:
+    assert rows.parameter.grad is not None
+    return rows.of(rows.parameter.grad).float()
 
 
-def _portions(
+def _split_into_chunks(
     parameters: Sequence[nn.Parameter], size: int | None = None
 ) -> Iterator[list[_ParameterSlice]]:
     """Yield all rows in chunks of about `size` elements, by default `CHUNK_ELEMENTS`."""
     size = size or CHUNK_ELEMENTS
-    portion: list[_ParameterSlice] = []
+    chunk: list[_ParameterSlice] = []
     remaining = size
     for parameter in parameters:
         rows, columns = as_rows(local_tensor(parameter)).shape
@@ -364,11 +377,11 @@ def _portions(
         start = 0
         while start < rows:
             stop = min(rows, start + max(1, remaining // columns))
-            portion.append(_ParameterSlice(parameter, slice(start, stop)))
+            chunk.append(_ParameterSlice(parameter, slice(start, stop)))
             remaining -= (stop - start) * columns
             start = stop
             if remaining <= 0:
-                yield portion
-                portion, remaining = [], size
-    if portion:
-        yield portion
+                yield chunk
+                chunk, remaining = [], size
+    if chunk:
+        yield chunk

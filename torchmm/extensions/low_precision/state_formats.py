@@ -99,13 +99,13 @@ class RandomBits:
         key: int32 on the device, different for every tensor and step, a scalar or (R,).
     """
 
-    places: ShardPositions
+    positions: ShardPositions
     key: Tensor
 
     def noise(self) -> Tensor:
         """Return (R, C) int32 values, uniform over [0, 2^16)."""
-        rows_R = _hash(self.places.rows_R.int() * as_int32(0x9E3779B1) + self.key.int())
-        columns_C = _hash(self.places.columns_C.int() * 0x7FEB352D + 0x2545F491)
+        rows_R = _hash(self.positions.rows_R.int() * as_int32(0x9E3779B1) + self.key.int())
+        columns_C = _hash(self.positions.columns_C.int() * 0x7FEB352D + 0x2545F491)
         # The second hash combines row and column.
         noise_RC = rows_R[:, None] ^ columns_C
         noise_RC *= 0x2C1B3C6D
@@ -169,11 +169,11 @@ class BFloat16Format:
     """Bfloat16 storage.
 
     Attributes:
-        at_random: Whether to round stochastically instead of to the nearest value.
+        stochastic: Whether to round stochastically instead of to the nearest value.
     """
 
     zero: ClassVar[int] = 0
-    at_random: bool = True
+    stochastic: bool = True
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Return the shape and bfloat16, see `StorageFormat`."""
@@ -185,7 +185,7 @@ class BFloat16Format:
 
     def encode(self, value_RC: Tensor, bits: RandomBits) -> StoredTensors:
         """Return the rounded values, see `StorageFormat`."""
-        return {"": bits.rounded(value_RC) if self.at_random else value_RC.bfloat16()}
+        return {"": bits.rounded(value_RC) if self.stochastic else value_RC.bfloat16()}
 
 
 class Int8BlockFormat:
@@ -250,10 +250,10 @@ def dynamic_map(signed: bool) -> Tensor:
     """Return the 256 values of the codes, ascending, at most 1."""
     values = [0.0, 1.0]
     for exponent in range(-6, 1):
-        # Twice as many for each exponent nearer to 0, in the middles of even parts of [0.1, 1].
+        # Twice as many for each exponent nearer to 0, in the middles of equal parts of [0.1, 1].
         count = 2 ** (exponent + 6) * (1 if signed else 2)
-        parts = [10.0**exponent * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
-        values += [*parts, *(-part for part in parts if signed)]
+        magnitudes = [10.0**exponent * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
+        values += [*magnitudes, *(-magnitude for magnitude in magnitudes if signed)]
     return torch.tensor(sorted(values))
 
 

@@ -54,7 +54,7 @@ from torchmm.models.initialize import build_random_copy, named_tensors
 from torchmm.models.layered import LayeredModule, WeightFiles, named_units
 from torchmm.models.layers.lora import CHILD, is_adapter_parameter, merge_lora
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, split_revision
+from torchmm.recipe.model_section import COMPONENTS_FILE, split_revision
 
 _logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
@@ -222,7 +222,7 @@ def _choose_exports(
             exports = [_Export(directory / "llm", hf, {"llm": prefixes["llm"]}, source)]
             for module in model.encoder_modules():
                 tower = {module.name: prefixes[module.name]}
-                exports.append(_Export(directory / module.name, module.build_full_tower(), tower))
+                exports.append(_Export(directory / module.name, module.build_full_encoder(), tower))
         else:
             if pair is not None:
                 placeholder = model.image_token_id(tokenizer)
@@ -422,7 +422,7 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
                 check_range(values[name], value, f"{module.name}.{name}")
     with torch.device("meta"):
         holder = nn.Module()
-        holder.tower = module.build_full_tower()
+        holder.tower = module.build_full_encoder()
     shell = copy.copy(holder.tower)
     shell._modules = {}  # the encoder without its submodules
     for fqn, unit in (("tower", shell), *named_units(holder, module.layers_fqn)):
@@ -455,4 +455,4 @@ def _save_components_file(model: MultimodalModel, directory: Path) -> None:
     }
     if model.generator is not None:
         description[GENERATOR] = model.generator.describe_export()
-    (directory / PARTS_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    (directory / COMPONENTS_FILE).write_text(json.dumps(description, indent=2) + "\n")

@@ -120,14 +120,14 @@ def _pixtral(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
 
 
 _IMAGE: Mapping[str, str | None] = {"image_token": None}
-_IMAGE_AND_CLIP = {"image_token": "image_token_id", "video_token": "video_token_id"}
+_IMAGE_AND_VIDEO = {"image_token": "image_token_id", "video_token": "video_token_id"}
 _QWEN = {
-    **_IMAGE_AND_CLIP,
+    **_IMAGE_AND_VIDEO,
     "vision_start_token": "vision_start_token_id",
     "vision_end_token": "vision_end_token_id",
 }
 _OMNI = {
-    **_IMAGE_AND_CLIP,
+    **_IMAGE_AND_VIDEO,
     "audio_token": "audio_token_id",
     "audio_bos_token": "audio_start_token_id",
     "audio_eos_token": "audio_end_token_id",
@@ -159,11 +159,11 @@ _GEMMA4 = {
     "boa_token": "boi_token_id",
     "eoa_token": "eoi_token_id",
 }
-_SOUND = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+_AUDIO_TOKENS = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 _VIDEO = ("torchvision",)
 """Package of all video processors."""
 _SOUNDS = ("transformers[audio]",)
-_QWEN_CLIPS = "Qwen2VLVideoProcessor"
+_QWEN_VIDEOS = "Qwen2VLVideoProcessor"
 _GLM = "Glm4vVideoProcessor"
 _QWEN3 = ProcessorFiles("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor", packages=_VIDEO)
 PIXTRAL = ProcessorFiles(
@@ -231,28 +231,31 @@ PROCESSOR_FILES: dict[str, ProcessorFiles] = {
         adds_markers=True,
         packages=_VIDEO,
     ),
-    "qwen2_vl": ProcessorFiles("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
-    "qwen2_5_vl": ProcessorFiles("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
+    "qwen2_vl": ProcessorFiles("Qwen2VLProcessor", _QWEN, video=_QWEN_VIDEOS, packages=_VIDEO),
+    "qwen2_5_vl": ProcessorFiles("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_VIDEOS, packages=_VIDEO),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
     "qwen2_5_omni_thinker": ProcessorFiles(
-        "Qwen2_5OmniProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
+        "Qwen2_5OmniProcessor", _OMNI, video=_QWEN_VIDEOS, packages=_VIDEO
     ),
     "qwen3_omni_moe_thinker": ProcessorFiles(
-        "Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
+        "Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_VIDEOS, packages=_VIDEO
     ),
     "voxtral": ProcessorFiles("VoxtralProcessor", accepts_tokenizer=False),
     "qwen2_audio": ProcessorFiles(
-        "Qwen2AudioProcessor", {"audio_token": None, **_SOUND}, tuple(_SOUND), packages=_SOUNDS
+        "Qwen2AudioProcessor",
+        {"audio_token": None, **_AUDIO_TOKENS},
+        tuple(_AUDIO_TOKENS),
+        packages=_SOUNDS,
     ),
     "audioflamingo3": ProcessorFiles(
         "AudioFlamingo3Processor", {"audio_token": None}, ("audio_token",), packages=_SOUNDS
     ),
     **dict.fromkeys(
         ("glm4v", "glm4v_moe"),
-        ProcessorFiles("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM, packages=_VIDEO),
+        ProcessorFiles("Glm4vProcessor", _IMAGE_AND_VIDEO, video=_GLM, packages=_VIDEO),
     ),
     "glm46v": ProcessorFiles(
-        "Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor", packages=_VIDEO
+        "Glm46VProcessor", _IMAGE_AND_VIDEO, video="Glm46VVideoProcessor", packages=_VIDEO
     ),
 }
 """Processors by Hugging Face model_type."""

@@ -159,7 +159,7 @@ def processor_tokens(
     vocabulary = tokenizer.get_vocab()
     known = {index: token for token, index in vocabulary.items()}
 
-    def found() -> Iterator[tuple[str, str | None]]:
+    def special_tokens() -> Iterator[tuple[str, str | None]]:
         for name, token_or_key in written.tokens.items():
             if token_or_key is None:
                 yield name, known.get(-1 if placeholder is None else placeholder)
@@ -169,7 +169,7 @@ def processor_tokens(
                 index = getattr(config, token_or_key, None)
                 yield name, known.get(index) if isinstance(index, int) else None
 
-    return {name: token for name, token in found() if token is not None}
+    return {name: token for name, token in special_tokens() if token is not None}
 
 
 def _update_json(file: Path, settings: Mapping[str, Any]) -> None:

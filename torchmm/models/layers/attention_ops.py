@@ -188,11 +188,11 @@ def packed_attention_backward(
     return [*grads[:2], _drop_padding(grads[2], width)]
 
 
-def _like_inputs(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
+def _empty_gradients(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-packed_attention_backward.register_fake(_like_inputs)
+packed_attention_backward.register_fake(_empty_gradients)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -349,7 +349,7 @@ def capped_attention_backward(
     return grads + of_sinks
 
 
-capped_attention_backward.register_fake(_like_inputs)
+capped_attention_backward.register_fake(_empty_gradients)
 
 
 def _save_capped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

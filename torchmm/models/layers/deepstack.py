@@ -73,10 +73,12 @@ def deepstack_features(text_model: nn.Module, adds: Sequence[AddFeatures | None]
         adds: Functions that add blocks, by layer, from the first layer. None adds no block.
     """
 
-    def give(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def add_features(
+        _: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         return args, {**kwargs, "deepstack_visual_embeds": adds}
 
-    handle = text_model.register_forward_pre_hook(give, with_kwargs=True)
+    handle = text_model.register_forward_pre_hook(add_features, with_kwargs=True)
     try:
         yield
     finally:

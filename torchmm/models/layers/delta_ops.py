@@ -391,11 +391,11 @@ def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tenso
     return of_written, of_states
 
 
-def _like_inputs(grad_THV, inputs, cu_seqlens):  # type: ignore[no-untyped-def]
+def _empty_gradients(grad_THV, inputs, cu_seqlens):  # type: ignore[no-untyped-def]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-packed_delta_rule_backward.register_fake(_like_inputs)
+packed_delta_rule_backward.register_fake(_empty_gradients)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -91,7 +91,7 @@ def balancing_loss(
 class _JoinGradient(torch.autograd.Function):
     """An operator that attaches a loss to `x`: in backward, the loss has the gradient `factor`.
 
-    Stages return `x`, which is part of the autograd graph, but cannot return the loss.
+    Stages return `x`, which is experts of the autograd graph, but cannot return the loss.
     """
 
     @staticmethod
@@ -134,33 +134,33 @@ class ExpertLoads:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        parts = expert_parts(layers)
-        self._layers = len(parts)
-        self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
+        modules = expert_modules(layers)
+        self._layers = len(modules)
+        self._experts = max((len(stacked_weights(experts)[0]) for experts in modules), default=0)
         self._loads_LE: Tensor | None = None
-        self._layer_indices = {part: index for index, part in enumerate(parts)}
-        for part in parts:  # one shared hook, so that all layers share compiled graphs
-            part.register_forward_pre_hook(self._count)
+        self._layer_indices = {experts: index for index, experts in enumerate(modules)}
+        for experts in modules:  # one shared hook, so that all layers share compiled graphs
+            experts.register_forward_pre_hook(self._count)
 
     def __bool__(self) -> bool:
         return self._layers > 0
 
-    def _count(self, part: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or not part.training or len(args) < 2:
+    def _count(self, experts: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling() or not experts.training or len(args) < 2:
             return
         chosen_TK = args[1]
         if self._loads_LE is None:
             self._loads_LE = torch.zeros(self._layers, self._experts, device=chosen_TK.device)
         chosen = chosen_TK.flatten()
         ones = torch.ones_like(chosen, dtype=torch.float32)
-        self._loads_LE[self._layer_indices[part]].index_add_(0, chosen, ones)
+        self._loads_LE[self._layer_indices[experts]].index_add_(0, chosen, ones)
 
-    def take(self, device: torch.device) -> Tensor:
+    def pop_loads(self, device: torch.device) -> Tensor:
         """Return and reset the tokens of this rank since the last call, (L, E), float32."""
-        taken_LE, self._loads_LE = self._loads_LE, None
-        if taken_LE is None:
+        loads_LE, self._loads_LE = self._loads_LE, None
+        if loads_LE is None:
             return torch.zeros(self._layers, self._experts, device=device)
-        return taken_LE
+        return loads_LE
 
 
 def max_expert_load_ratio(loads_LE: Tensor) -> Tensor:
@@ -177,19 +177,19 @@ def max_expert_load_ratio(loads_LE: Tensor) -> Tensor:
 
 def has_experts(layer: nn.Module) -> bool:
     """Return True if the MLP of a layer is a mixture of experts."""
-    return bool(expert_parts([layer]))
+    return bool(expert_modules([layer]))
 
 
-def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
+def expert_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the expert modules of layers, whose weights are stacked tensors of all experts.
 
     Most of them are called with tokens, expert indices and routing weights.
     """
     return [
-        part
+        experts
         for layer in layers
-        for name, part in layer.named_modules()
-        if name.rpartition(".")[2] == "experts" and stacked_weights(part)
+        for name, experts in layer.named_modules()
+        if name.rpartition(".")[2] == "experts" and stacked_weights(experts)
     ]
 
 
@@ -204,7 +204,7 @@ def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
     Raises:
         ConfigError: Compiling the experts would fail in the first step.
     """
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    version = tuple(int(experts) for experts in transformers.__version__.split(".")[:2])
     if device == "cpu" and version < COMPILES_FROM and any(map(has_experts, layers)):
         raise ConfigError(
             f"compile: experts of {name!r} cannot be compiled on a CPU with transformers "

@@ -47,7 +47,7 @@ class PackedCache(DynamicCache):
         self.has_full_prompts = True
         """Whether the current packed sequence has the complete prompts."""
         self._device = torch.device("cpu")
-        self._places_T: Tensor | None = None
+        self._positions_T: Tensor | None = None
         self._masks: dict[tuple[int, int], Tensor | None] = {}
 
     def begin_sequence(self, cu_seqlens: Sequence[int], device: torch.device) -> None:
@@ -69,7 +69,7 @@ class PackedCache(DynamicCache):
                     for row, length in enumerate(lengths)
                     for slot in range(longest - length, longest)
                 ]
-                self._places_T = to_device(torch.tensor(slots), device)
+                self._positions_T = to_device(torch.tensor(slots), device)
             return
         if lengths != [1] * len(self.lengths):
             raise ValueError(
@@ -119,11 +119,11 @@ class PackedCache(DynamicCache):
         """Return the values of a packed sequence, right-aligned by prompt: (B, L, ...)."""
         if not self.has_full_prompts:
             return x_TX[:, None]
-        if self._places_T is None:
+        if self._positions_T is None:
             return x_TX[None]
         prompts = len(self.lengths)
         spaced = x_TX.new_zeros(prompts * max(self.lengths), *x_TX.shape[1:])
-        return spaced.index_copy_(0, self._places_T, x_TX).unflatten(0, (prompts, -1))
+        return spaced.index_copy_(0, self._positions_T, x_TX).unflatten(0, (prompts, -1))
 
     def convolve(self, x_TC: Tensor, filters_CW: Tensor, layer_idx: int) -> Tensor | None:
         """Return the causal convolution of new tokens, (B, C), and store the last values.

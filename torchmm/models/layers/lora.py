@@ -87,14 +87,14 @@ class Lora(nn.Module):
         down: Matrix A (R, I).
         up: Matrix B (O, R).
         magnitude: Magnitudes m (O,) of DoRA, or None.
-        part: Selection of the shard of this rank.
+        sharding: Selection of the shard of this rank.
     """
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec) -> None:
         super().__init__()
         weight = linear.weight
         self.spec = spec
-        self.part = UNSHARDED
+        self.sharding = UNSHARDED
         self.down = nn.Parameter(weight.new_empty(spec.rank, linear.in_features))
         self.up = nn.Parameter(weight.new_empty(linear.out_features, spec.rank))
         self.magnitude: nn.Parameter | None = None
@@ -109,17 +109,17 @@ class Lora(nn.Module):
             output: (..., O), output of the linear layer.
             linear: Linear layer that contains this module.
         """
-        part = self.part
-        down_RI, up_OR = part.shard_down(self.down), part.shard_rows(self.up)
-        reduced = functional.linear(part.shard_input(x), down_RI) * self.spec.scale
+        sharding = self.sharding
+        down_RI, up_OR = sharding.shard_down(self.down), sharding.shard_rows(self.up)
+        reduced = functional.linear(sharding.shard_input(x), down_RI) * self.spec.scale
         product = functional.linear(reduced, up_OR)
         if self.magnitude is None:
             return output + product
         squares_O = self.squares(linear, down_RI.detach(), up_OR.detach())
-        ratio_O = part.shard_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
-        if linear.bias is None or not part.adds_bias:
+        ratio_O = sharding.shard_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
+        if linear.bias is None or not sharding.adds_bias:
             return ratio_O * (output + product)
-        bias_O = part.shard_rows(linear.bias).detach()
+        bias_O = sharding.shard_rows(linear.bias).detach()
         return ratio_O * (output - bias_O + product) + bias_O
 
     def squares(self, linear: nn.Linear, down_RI: Tensor, up_OR: Tensor) -> Tensor:
@@ -133,11 +133,11 @@ class Lora(nn.Module):
             down_RI: (R, I), local shard of A.
             up_OR: (O, R), local shard of B.
         """
-        weight_OI = self.part.shard_rows(linear.weight).detach()
+        weight_OI = self.sharding.shard_rows(linear.weight).detach()
         up_OR = self.spec.scale * up_OR.float()
         base_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
         crossed_OR = 2 * (weight_OI @ down_RI.T) + up_OR @ (down_RI @ down_RI.T).float()
-        return self.part.sum_squares(base_O + (crossed_OR * up_OR).sum(1))
+        return self.sharding.sum_squares(base_O + (crossed_OR * up_OR).sum(1))
 
 
 def add_lora(linear: nn.Linear, spec: LoraSpec) -> None:

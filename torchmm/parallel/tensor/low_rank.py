@@ -51,7 +51,7 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
     )
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
     is_partial = placement == Shard(1)
-    lora.part = LoraSharding(
+    lora.sharding = LoraSharding(
         shard_input=_local_summed,
         shard_down=_local_summed,
         shard_rows=own_rows or _local_summed,

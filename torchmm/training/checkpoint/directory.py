@@ -52,7 +52,7 @@ class CheckpointDirectory:
         self._partial = partial
         self._lock: int | None = None
         self._lock_file = path / ".lock"
-        self._known_valid: set[Path] = set()
+        self._validated: set[Path] = set()
 
     def try_lock(self) -> bool:
         """Lock the directory for this process. Return False if another process has the lock.
@@ -116,7 +116,7 @@ class CheckpointDirectory:
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         temporary.rename(final)
         sync_directory(self.path)
-        self._known_valid.add(final)
+        self._validated.add(final)
         return final
 
     def replace(self, temporary: Path) -> Path:
@@ -155,7 +155,7 @@ class CheckpointDirectory:
         """
         valid = 0
         for path in list_steps(self.path):
-            if path not in self._known_valid and _is_of_newer_format(path):
+            if path not in self._validated and _is_of_newer_format(path):
                 continue
             if valid >= keep and path != in_use and step_of(path) not in best:
                 self._remove(path)
@@ -172,11 +172,11 @@ class CheckpointDirectory:
     def _set_aside(self, path: Path, why: str) -> None:
         aside = path.with_name(f"{path.name}.set-aside-{uuid4().hex[:8]}")
         path.rename(aside)
-        self._known_valid.discard(path)
+        self._validated.discard(path)
         self._logger.warning("renamed %s to %s: %s", path, aside, why)
 
     def _is_valid(self, path: Path) -> bool:
-        if path in self._known_valid:
+        if path in self._validated:
             return True
         problems = [] if self._partial else find_problems(path)
         if self._partial:
@@ -187,7 +187,7 @@ class CheckpointDirectory:
         if problems:
             self._logger.error("corrupt checkpoint %s: %s", path, "; ".join(problems))
             return False
-        self._known_valid.add(path)
+        self._validated.add(path)
         return True
 
     def _remove(self, path: Path) -> None:
@@ -199,7 +199,7 @@ class CheckpointDirectory:
         except OSError as error:
             # The new checkpoint is safe, and an extra old one does not matter.
             self._logger.error("cannot remove the old checkpoint %s: %s", path, error)
-        self._known_valid.discard(path)
+        self._validated.discard(path)
 
     def _lock_holder(self) -> str:
         """Return the process that has or had the lock.

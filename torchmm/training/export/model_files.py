@@ -33,7 +33,7 @@ from torchmm.models.hf.export import TRAINED_WEIGHTS, WeightSource, export_hf
 from torchmm.models.hf.processor_classes import ProcessorFiles
 from torchmm.models.hf.processors import choose_processor, processor_tokens
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, split_revision
+from torchmm.recipe.model_section import COMPONENTS_FILE, split_revision
 from torchmm.recipe.read import training_recipe_toml
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.export.atomic_directory import write_directory_atomically
@@ -247,11 +247,11 @@ def _usage_section(
     chats: bool,
 ) -> list[str]:
     """Return the section that shows how to generate text with the files."""
-    if (directory / PARTS_FILE).exists():
+    if (directory / COMPONENTS_FILE).exists():
         return [
-            "Hugging Face has no class for this pair. Its parts are in separate folders, which",
-            "`torchmm generate` reads. To continue training, set `source` in the",
-            f"`[model]` section of a recipe to this directory (`{PARTS_FILE}` lists the parts).",
+            "Hugging Face has no class for this pair. Its components are in separate folders,",
+            "which `torchmm generate` reads. To continue training, set `source` in the `[model]`",
+            f"section of a recipe to this directory (`{COMPONENTS_FILE}` lists the components).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
     processor = choose_processor(model) if model.encoders else None

@@ -11,7 +11,7 @@ from torchmm.costs.devices import NODE, Device
 from torchmm.costs.execution import Execution
 from torchmm.costs.layers import expert_parameters, layer_parameters, stage_parameters
 from torchmm.costs.operators import KINDS, Curve, Profile
-from torchmm.models.layers.experts import expert_parts
+from torchmm.models.layers.experts import expert_modules
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
@@ -23,7 +23,7 @@ def llm():
 
 def test_expert_parameters_match_real_layer(llm) -> None:
     for description, layer in zip(llm.describe().layers, llm.layers, strict=True):
-        real = sum(p.numel() for part in expert_parts([layer]) for p in part.parameters())
+        real = sum(p.numel() for part in expert_modules([layer]) for p in part.parameters())
         assert expert_parameters(description) == pytest.approx(real, rel=0.01)
         total = layer_parameters(description)
         fewer = total - layer_parameters(description, expert=4)

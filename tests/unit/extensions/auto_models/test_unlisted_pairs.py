@@ -14,7 +14,7 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pair_classes import PairClass, pair_class
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, EncoderConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import COMPONENTS_FILE, EncoderConfig, LlmConfig, ModelConfig
 
 _VIT = {
     **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
@@ -64,7 +64,7 @@ def test_unlisted_encoder_with_scaled_logits_is_exported_separately(
     model = build(pair(UNLISTED["vit, llama"][0], LLMS["granite"]))
     assert "granite scales or caps its logits" in str(pair_class(model))
     export_hf(model, tmp_path, tokenizer)
-    assert (tmp_path / PARTS_FILE).exists()
+    assert (tmp_path / COMPONENTS_FILE).exists()
 
 
 def test_unlisted_llm_with_scaled_logits_rejects_llava() -> None:

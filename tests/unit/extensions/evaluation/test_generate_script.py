@@ -27,7 +27,7 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import COMPONENTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.export.checkpoint import export_checkpoint
 from torchmm.training.pipeline import Pipeline
@@ -68,7 +68,7 @@ def _write_images(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
 def test_generate_prints_one_line_per_image(connector, tmp_path, real_data, train_server):
     _export(tmp_path / "hf", real_data / "tokenizer", connector)
-    assert (tmp_path / "hf" / PARTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
+    assert (tmp_path / "hf" / COMPONENTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
     images = _write_images(tmp_path)
     arguments = [tmp_path / "hf", *images, "--max-new-tokens", "3"]
     codes, output = train_server.run(arguments, tmp_path / "log", script=SCRIPT)

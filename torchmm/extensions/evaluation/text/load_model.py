@@ -30,7 +30,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import COMPONENTS_FILE, FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems
 from torchmm.training.export.checkpoint import CheckpointWeights, read_checkpoint_recipe
@@ -62,7 +62,7 @@ class ExportedModel:
         config = directory / "config.json"
         if not config.is_file():
             raise ConfigError(
-                f"{directory} is not an export: it has neither config.json nor {PARTS_FILE}. "
+                f"{directory} is not an export: it has neither config.json nor {COMPONENTS_FILE}. "
                 "A run exports its model at the end, and `torchmm export` exports a "
                 "checkpoint"
             )

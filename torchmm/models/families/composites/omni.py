@@ -93,8 +93,8 @@ def qwen2_5_omni_components(config: Any) -> ModelComponents:
         build=build_without_encoders, text_model="model.language_model", logits_to_keep=False
     )
     encoders = {
-        VISION: _part(config.vision_config, _VISION_2_5),
-        AUDIO: _part(config.audio_config, _AUDIO_2_5),
+        VISION: _encoder_component(config.vision_config, _VISION_2_5),
+        AUDIO: _encoder_component(config.audio_config, _AUDIO_2_5),
     }
     text = replace(_text(config, "<|{}_bos|>", "<|{}_eos|>"), clip_times="whole")
     return ModelComponents(config, family, _LLM, encoders, text)
@@ -117,8 +117,8 @@ def qwen3_omni_components(config: Any) -> ModelComponents:
         taps=len(config.vision_config.deepstack_visual_indexes),
     )
     encoders = {
-        VISION: _part(config.vision_config, _VISION_3),
-        AUDIO: _part(config.audio_config, _AUDIO_3, final_norm=True),
+        VISION: _encoder_component(config.vision_config, _VISION_3),
+        AUDIO: _encoder_component(config.audio_config, _AUDIO_3, final_norm=True),
     }
     text = replace(_text(config, "<|{}_start|>", "<|{}_end|>"), clip_times="fractional")
     return ModelComponents(config, family, _LLM, encoders, text)
@@ -152,7 +152,7 @@ def _check(config: Any, problems: list[str]) -> None:
     raise_problems(config, problems)
 
 
-def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderComponent:
+def _encoder_component(config: Any, files: WeightFiles, **settings: Any) -> EncoderComponent:
     family = ENCODER_FAMILIES[config.model_type].variant(config)
     return EncoderComponent(config, family, files, {**settings, "connector": "merger"})
 
@@ -167,18 +167,18 @@ def _text(config: Any, begin: str, end_token: str) -> TextConventions:
     """
     return TextConventions(
         config.image_token_id,
-        prefix=(_mark(config, "vision_start", begin.format("vision")),),
-        suffix=(_mark(config, "vision_end", end_token.format("vision")),),
+        prefix=(_token_or_id(config, "vision_start", begin.format("vision")),),
+        suffix=(_token_or_id(config, "vision_end", end_token.format("vision")),),
         mrope=True,
         video_token_id=config.video_token_id,
         tokens_per_second=config.position_id_per_seconds,
         sound_token_id=config.audio_token_id,
-        sound_prefix=(_mark(config, "audio_start", begin.format("audio")),),
-        sound_suffix=(_mark(config, "audio_end", end_token.format("audio")),),
+        sound_prefix=(_token_or_id(config, "audio_start", begin.format("audio")),),
+        sound_suffix=(_token_or_id(config, "audio_end", end_token.format("audio")),),
     )
 
 
-def _mark(config: Any, name: str, token: str) -> int | Token:
+def _token_or_id(config: Any, name: str, token: str) -> int | Token:
     """Return the id of a token from the config, or the token if the config lacks its id."""
     token_id = getattr(config, f"{name}_token_id", None)
     return Token(token) if token_id is None else token_id

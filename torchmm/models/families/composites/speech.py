@@ -81,7 +81,7 @@ def voxtral_components(config: Any) -> ModelComponents:
         "connector_bias": False,
     }
     text = TextConventions(config.audio_token_id, prefix=(Token("[BEGIN_AUDIO]"),))
-    return _take(config, "voxtral_encoder", settings, text, problems)
+    return _audio_components(config, "voxtral_encoder", settings, text, problems)
 
 
 def qwen2_audio_components(config: Any) -> ModelComponents:
@@ -96,7 +96,7 @@ def qwen2_audio_components(config: Any) -> ModelComponents:
         suffix=(Token("<|audio_eos|>"),),
         around_sounds=("Audio {}: ", "\n"),
     )
-    return _take(config, "qwen2_audio_encoder", {"connector": "linear"}, text, [])
+    return _audio_components(config, "qwen2_audio_encoder", {"connector": "linear"}, text, [])
 
 
 def audioflamingo3_components(config: Any) -> ModelComponents:
@@ -110,10 +110,10 @@ def audioflamingo3_components(config: Any) -> ModelComponents:
         "connector_bias": config.projector_bias,
     }
     text = TextConventions(config.audio_token_id)
-    return _take(config, "audioflamingo3_encoder", settings, text, [])
+    return _audio_components(config, "audioflamingo3_encoder", settings, text, [])
 
 
-def _take(
+def _audio_components(
     config: Any, tower: str, settings: dict[str, Any], text: TextConventions, problems: list[str]
 ) -> ModelComponents:
     audio = config.audio_config
@@ -123,11 +123,11 @@ def _take(
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False
     family = ENCODER_FAMILIES[tower].variant(audio)
-    part = EncoderComponent(audio, family, AUDIO_FILES, settings)
+    component = EncoderComponent(audio, family, AUDIO_FILES, settings)
     return ModelComponents(
         llm_config=llm,
         llm_family=LLM_FAMILIES[llm.model_type],
         llm_files=_LLM,
-        encoders={AUDIO: part},
+        encoders={AUDIO: component},
         text=text,
     )

@@ -108,8 +108,8 @@ class WhisperFamily(AudioEncoderFamily):
         weight = tower.conv1.weight
         mels = tower.conv1.in_channels
         embedded = []
-        for sound_PD in inputs.pixels.to(weight.dtype).split(positions):
-            mels_MF = sound_PD.reshape(-1, mels).T
+        for audio_PD in inputs.pixels.to(weight.dtype).split(positions):
+            mels_MF = audio_PD.reshape(-1, mels).T
             hidden = functional.gelu(tower.conv1(mels_MF[None]))
             hidden_PD = functional.gelu(tower.conv2(hidden))[0].T
             embedded.append(hidden_PD + tower.embed_positions.weight[: len(hidden_PD)])
@@ -201,12 +201,12 @@ class Wav2Vec2Family(AudioEncoderFamily):
         weight = tower.feature_projection.projection.weight
         padding = receptive_field(tower.config) - self.patch_size(tower.config)
         embedded = []
-        for sound_PS in inputs.pixels.to(weight.dtype).split(patches):
-            hidden = functional.pad(sound_PS.reshape(1, 1, -1), (0, max(padding, 0)))
+        for audio_PS in inputs.pixels.to(weight.dtype).split(patches):
+            hidden = functional.pad(audio_PS.reshape(1, 1, -1), (0, max(padding, 0)))
             # The forward of the extractor would enable gradients of the waveform.
             for layer in tower.feature_extractor.conv_layers:
                 hidden = layer(hidden)
-            hidden_1PD, _ = tower.feature_projection(hidden[:, :, : len(sound_PS)].mT)
+            hidden_1PD, _ = tower.feature_projection(hidden[:, :, : len(audio_PS)].mT)
             embedded.append(hidden_1PD + tower.encoder.pos_conv_embed(hidden_1PD))
         return self.pre_layer_norm(tower, torch.cat(embedded, dim=1))
 

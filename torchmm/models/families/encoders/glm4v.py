@@ -37,7 +37,7 @@ class GlmContext(NamedTuple):
     """(frames of all images,), int64, number of patches of each frame."""
     shapes: Tensor
     """(frames of all images, 3), int64: 1, rows and columns of each frame."""
-    places: Tensor
+    positions: Tensor
     """(P, 2), int64, row and column of each patch."""
 
 
@@ -111,7 +111,7 @@ class GlmVisionFamily(QwenVisionFamily):
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         x_PD = tower.post_conv_layernorm(tower.patch_embed(inputs.pixels))
-        rows, columns = context.places.unbind(1)
+        rows, columns = context.positions.unbind(1)
         return tower.embeddings(x_PD, context.lengths, context.shapes, rows, columns)
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:

@@ -25,7 +25,7 @@ GEMMA_NORMS = (
     "post_feedforward_layernorm",
 )
 """Norms of a layer, from Gemma 2 on."""
-NormPlace = Literal["before", "behind", "around", "shared"]
+NormPosition = Literal["before", "behind", "around", "shared"]
 """Position of norms in a layer (`LayerDescription.norm_place`)."""
 
 
@@ -54,7 +54,7 @@ class LlmFamily:
     """Names of the norms of a layer that read or write the residual stream."""
     norm_kind: Literal["centred"] | None = None
     """Type of the norms, if neither RMSNorm nor LayerNorm of torch (`LayerDescription`)."""
-    norm_place: NormPlace = "before"
+    norm_place: NormPosition = "before"
     """Position of the norms (`LayerDescription.norm_place`)."""
     more_norms: int = 0
     """Number of norms in addition to the usual ones (`LayerDescription`)."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layers.delta_net import MIXER, delta_sizes
-from torchmm.models.layers.experts import expert_parts, stacked_weights
+from torchmm.models.layers.experts import expert_modules, stacked_weights
 from torchmm.models.layers.short_conv import SHORT_CONVOLUTION, convolution_sizes
 
 _MIXER_NAMES = (
@@ -39,7 +39,7 @@ def find_attention(layer: nn.Module) -> Any:
 
 def find_experts(layer: nn.Module) -> nn.Module | None:
     """Return the expert module of a layer, whose weights are stacked, or None."""
-    return next(iter(expert_parts([layer])), None)
+    return next(iter(expert_modules([layer])), None)
 
 
 def count_experts(layer: nn.Module) -> int:
