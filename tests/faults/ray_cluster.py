@@ -22,7 +22,7 @@ class Actor:
 
 
 if __name__ == "__main__":
-    assert _connect(alone=True)
+    assert _connect(starts_cluster=True)
     actor = Actor.options(num_cpus=0).remote()
     ray.get(actor.process.remote())
     os.write(1, b"started\n")

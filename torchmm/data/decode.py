@@ -173,24 +173,26 @@ class StepDecoder(Dataset[DecodedStep]):
         """
         step = DecodedStep([], {})
         metas = [microbatch_meta(packs, self._sequence_length) for packs in share.microbatches]
-        task_metas = [e.task_meta(m) for e, m in zip(share.encoded, metas, strict=True)]
-        for packs, encoded, meta, images in zip(
+        task_metas = [e.task_meta(m) for e, m in zip(share.rank_images, metas, strict=True)]
+        for packs, rank_images, meta, images in zip(
             share.microbatches,
-            share.encoded,
+            share.rank_images,
             task_metas,
             self._images_to_decode(task_metas),
             strict=True,
         ):
             read_counter = ReadCounter()
             arguments = () if blank else (step, read_counter)
-            step.microbatches.append(self._build_balanced(packs, encoded, meta, images, *arguments))
+            step.microbatches.append(
+                self._build_balanced(packs, rank_images, meta, images, *arguments)
+            )
             step.read_bytes += read_counter.read_bytes
         return step
 
     def _build_balanced(
         self,
         packs: list[PackItems],
-        encoded: RankImages,
+        rank_images: RankImages,
         task_meta: MicrobatchMeta,
         images: Mapping[str, range],
         step: DecodedStep | None = None,
@@ -200,7 +202,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
         Args:
             packs: Sequences of the local microbatch.
-            encoded: Images that this rank encodes and generates.
+            rank_images: Images that this rank encodes and generates.
             task_meta: Metadata with these images.
             images: Indices of the images that this rank decodes, by module.
             step: Step that receives counts and corrupt samples. If None, all samples are masked.
@@ -210,7 +212,9 @@ class StepDecoder(Dataset[DecodedStep]):
         read = MicrobatchBuilder(self._reader, images)
         decodes = _DecodeFlags(images)
         local = {_item_key(item) for pack in packs for item in pack}
-        decoded = {_item_key(each.item): decodes.next(each, encoders) for each in encoded.samples}
+        decoded = {
+            _item_key(each.item): decodes.next(each, encoders) for each in rank_images.samples
+        }
         samples: dict[tuple[int, int, int], DecodedSample] = {}
 
         row = MicrobatchBuilder(self._reader, (*encoders, GENERATOR))
@@ -222,7 +226,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 )
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
-        for item, selected, generated in encoded.samples:
+        for item, selected, generated in rank_images.samples:
             if _item_key(item) in local:
                 sample = samples[_item_key(item)]
             else:
@@ -234,8 +238,8 @@ class StepDecoder(Dataset[DecodedStep]):
             **values,
             read=read.encoder_inputs(),
             drawn=read.generator_inputs(),
-            read_for=encoded.read_for,
-            read_by=encoded.read_by,
+            read_for=rank_images.read_for,
+            read_by=rank_images.read_by,
             balanced_meta=task_meta,
         )
 
@@ -324,10 +328,10 @@ class StepDecoder(Dataset[DecodedStep]):
         return mask_corrupt_samples(self._reader, microbatch, packs, self._sequence_length, corrupt)
 
     def zero_corrupt_images(
-        self, microbatch: BalancedMicrobatch, encoded: RankImages, corrupt: Collection[str]
+        self, microbatch: BalancedMicrobatch, rank_images: RankImages, corrupt: Collection[str]
     ) -> None:
         """Zero the images of corrupt samples that this rank reads, in place."""
-        zero_corrupt_images(self._reader, microbatch, encoded, corrupt)
+        zero_corrupt_images(self._reader, microbatch, rank_images, corrupt)
 
     def _build_microbatch(
         self,
@@ -385,7 +389,7 @@ class StepDecoder(Dataset[DecodedStep]):
             source = self._sources[item.feed]
             assert source is not None
             record = source.read(item.meta.index)
-        with record_errors_at(record.where):
+        with record_errors_at(record.location):
             step.read_bytes += count_record_bytes(record.columns)
             sample = reader.read(record, item.meta, read_counter)
             meta = reader.meta(item.meta.source, item.meta.index, sample)
@@ -615,7 +619,7 @@ def add_noise(
             assert isinstance(share, BalancedRankSamples)
             keys = [
                 _noise_key(sample.item, image)
-                for sample in share.encoded[number].samples
+                for sample in share.rank_images[number].samples
                 for image, is_drawn in enumerate(sample.generated)
                 if is_drawn
             ]

@@ -209,19 +209,19 @@ def is_comparable(saved: Any) -> bool:
 
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a description of each change of the samples and their order."""
-    found = changes(with_current_names(saved["order"]), with_current_names(now["order"]))
+    descriptions = changes(with_current_names(saved["order"]), with_current_names(now["order"]))
     kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
-    found += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]
+    descriptions += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]
     old, new = ({s["name"]: s for s in side["sources"]} for side in (saved, now))
     if list(old) != list(new):
-        found.append(f"data.sources {', '.join(old)} -> {', '.join(new)} (in this order)")
+        descriptions.append(f"data.sources {', '.join(old)} -> {', '.join(new)} (in this order)")
     for name in (name for name in new if name in old):
-        found += _source_changes(name, old[name], new[name], _ORDER_KEYS)
+        descriptions += _source_changes(name, old[name], new[name], _ORDER_KEYS)
         if old[name]["content"] != new[name]["content"]:
             causes = _source_changes(name, old[name], new[name], SAMPLE_KEYS)
             causes += _without_digests(changes(saved["settings"], now["settings"]))
-            found += causes or [f"samples of source {name!r}"]
-    return list(dict.fromkeys(found))
+            descriptions += causes or [f"samples of source {name!r}"]
+    return list(dict.fromkeys(descriptions))
 
 
 def is_same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -85,5 +85,5 @@ class BalancedRankSamples(NamedTuple):
 
     microbatches: list[list[PackItems]]
     """Sequences of the local microbatches."""
-    encoded: list[RankImages]
+    rank_images: list[RankImages]
     """Images that the rank encodes and generates in each microbatch."""

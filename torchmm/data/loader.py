@@ -60,7 +60,7 @@ class StepBatch:
     Ranks with the same samples may have different entries (`Loader.mask_corrupt`)."""
     packs: list[list[PackItems]] = field(default_factory=list)
     """Samples of each microbatch, by sequence."""
-    encoded: list[RankImages] | None = None
+    rank_images: list[RankImages] | None = None
     """Images that this rank encodes and generates in each microbatch. None for those of `packs`."""
     decoded_media: int = 0
     """See `DecodedStep`."""
@@ -192,7 +192,7 @@ class Loader:
                     plan.epoch,
                     step.corrupt,
                     plan.ranks[self._rank],
-                    None if plan.encoded is None else plan.encoded(self._rank),
+                    None if plan.rank_images is None else plan.rank_images(self._rank),
                     step.decoded_media,
                     step.read_bytes,
                     plan.imbalance,
@@ -240,16 +240,16 @@ class Loader:
             self._decoder.mask_corrupt_samples(microbatch, packs, corrupt)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
-        for microbatch, encoded in zip(microbatches, batch.encoded or (), strict=False):
+        for microbatch, rank_images in zip(microbatches, batch.rank_images or (), strict=False):
             assert isinstance(microbatch, BalancedMicrobatch)
-            self._decoder.zero_corrupt_images(microbatch, encoded, corrupt)
+            self._decoder.zero_corrupt_images(microbatch, rank_images, corrupt)
         if self._pin_memory:
             # Pinned tensors stay as they are.
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         names = {sample_name(item.meta) for m in batch.packs for pack in m for item in pack}
         # With balanced images, the rank that trains on a sample reports it.
         local = {
-            name: why for name, why in corrupt.items() if batch.encoded is None or name in names
+            name: why for name, why in corrupt.items() if batch.rank_images is None or name in names
         }
         skipped = self._report([f"{name}: {why}" for name, why in local.items()])
         skipped = [*batch.skipped, *skipped]

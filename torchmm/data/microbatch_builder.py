@@ -305,7 +305,7 @@ def mask_corrupt_samples(
 def zero_corrupt_images(
     reader: SampleReader,
     microbatch: BalancedMicrobatch,
-    encoded: RankImages,
+    rank_images: RankImages,
     corrupt: Collection[str],
 ) -> None:
     """Zero the images of corrupt samples that this rank encodes or generates, in place.
@@ -313,12 +313,12 @@ def zero_corrupt_images(
     Args:
         reader: Media and text settings.
         microbatch: Decoded microbatch.
-        encoded: Images that this rank encodes and generates.
+        rank_images: Images that this rank encodes and generates.
         corrupt: Names of corrupt samples (`sample_name`).
     """
     read = dict.fromkeys(microbatch.read, 0)  # images of the preceding samples
     drawn = 0
-    for item, selected, generated in encoded.samples:
+    for item, selected, generated in rank_images.samples:
         row = MicrobatchBuilder(reader)
         row.append_images(make_masked_sample(reader, item.meta), item.meta, selected, [])
         first, drawn = drawn, drawn + sum(generated)

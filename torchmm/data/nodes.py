@@ -300,7 +300,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
 def rank_samples(step: PlannedStep, rank: int) -> list[list[PackItems]] | BalancedRankSamples:
     """Return the samples of a step that a rank decodes."""
     packs = step.ranks[rank]
-    return packs if step.encoded is None else BalancedRankSamples(packs, step.encoded(rank))
+    return packs if step.rank_images is None else BalancedRankSamples(packs, step.rank_images(rank))
 
 
 @dataclass(frozen=True)

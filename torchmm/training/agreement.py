@@ -61,7 +61,7 @@ def agree_on_batch(
     if batch is None or totals.lacks_data:
         return None, totals
     if totals.is_unsettled:
-        is_balanced = batch.encoded is not None
+        is_balanced = batch.rank_images is not None
         corrupt = gather_corrupt_samples(batch.corrupt, components.mesh, of_all_ranks=is_balanced)
         batch = components.loader.mask_corrupt(batch, corrupt)
         totals = _sum_over_ranks(components, step, batch, stop_requested)

@@ -64,7 +64,7 @@ def test_chat_without_its_images_is_filtered(make):
 
 
 def test_unfitting_image_names_tokens_and_keys(make):
-    record = Record({"image": png(96, 96), "text": "a red dog"}, where="rows.jsonl:1")
+    record = Record({"image": png(96, 96), "text": "a red dog"}, location="rows.jsonl:1")
     with pytest.raises(BeyondLimitError) as raised:
         make({"vision": QWEN}, length=4).read(record)
     assert str(raised.value).startswith("rows.jsonl:1: no text in the loss in the first 1 tokens")

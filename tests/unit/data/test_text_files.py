@@ -51,21 +51,21 @@ def test_records_have_line_numbers(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"n": 3}\n{"n": 4}')
     (tmp_path / "t.csv").write_text('a,b\n1,"two\nlines"\n\n3,4\n')
     source = open_map_source(SourceConfig(path=str(tmp_path), format="json"))
-    places = [source.read(i).where for i in range(4)]
+    places = [source.read(i).location for i in range(4)]
     assert places == [
         f"{tmp_path}/{p}" for p in ("a.jsonl:2", "a.jsonl:5", "b.jsonl:1", "b.jsonl:2")
     ]
     stream = open_stream("a", SourceConfig(path=str(tmp_path), format="json"))
-    assert [r.where for r in iter(stream.next, None)] == places
+    assert [r.location for r in iter(stream.next, None)] == places
     table = open_map_source(SourceConfig(path=str(tmp_path / "t.csv")))
-    assert [table.read(i).where for i in range(2)] == [f"{tmp_path}/t.csv:{n}" for n in (2, 5)]
+    assert [table.read(i).location for i in range(2)] == [f"{tmp_path}/t.csv:{n}" for n in (2, 5)]
 
 
 def test_stream_position_of_older_checkpoint_is_valid(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
     stream = open_stream("a", SourceConfig(path=str(tmp_path)))
     stream.restart([0, 9])
-    assert stream.next().where == f"{tmp_path}/a.jsonl:byte 9"
+    assert stream.next().location == f"{tmp_path}/a.jsonl:byte 9"
 
 
 def test_json_scanner_ignores_brackets_in_strings(read):
@@ -167,7 +167,7 @@ def test_compressed_file_is_decompressed_once_per_change(read, tmp_path):
     copy = next((tmp_path / "unpacked").glob("*.jsonl"))
     written = copy.stat().st_mtime_ns
     source = open_map_source(SourceConfig(path=str(tmp_path / "a.jsonl.gz")), str(tmp_path))
-    assert source.read(0).where == f"{tmp_path}/a.jsonl.gz:1"
+    assert source.read(0).location == f"{tmp_path}/a.jsonl.gz:1"
     assert copy.stat().st_mtime_ns == written
     assert read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n{"n": 2}\n')) == [{"n": 1}, {"n": 2}]
 

@@ -122,7 +122,7 @@ def test_sampled_frames_are_evenly_spaced() -> None:
     assert sample_frame_indices(3, 0.3, config, group=2) == [0, 1]
     assert sample_frame_indices(1, 0.1, config, group=2) == [0]
     assert len(sample_frame_indices(9000, 300.0, config)) == 8
-    assert len(sample_frame_indices(9000, 300.0, config, most=5)) == 5
+    assert len(sample_frame_indices(9000, 300.0, config, frame_limit=5)) == 5
 
 
 class FakeFrames:

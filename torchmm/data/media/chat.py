@@ -370,8 +370,8 @@ class _RenderedConversation:
                 continue
             assert self.tools is not None
             for path, value, changed in _changed_scalars(tool):
-                others = [*self.tools[:number], changed, *self.tools[number + 1 :]]
-                if self.template.render(self.messages, others, self.options) == self.rendering.text:
+                tools = [*self.tools[:number], changed, *self.tools[number + 1 :]]
+                if self.template.render(self.messages, tools, self.options) == self.rendering.text:
                     raise CorruptSampleError(f"the chat template omits {path} = {value} of tools")
 
 

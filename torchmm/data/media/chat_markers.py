@@ -52,7 +52,7 @@ class Marker:
     """Arguments that are not strings, between this marker and the next marker."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Location in the conversation, for messages."""
         if self.turn is None:
             return f"{self.value!r:.80} of tools"
@@ -265,11 +265,11 @@ def _check_complete(
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
         if number in first and markers[number].must_match:
-            raise CorruptSampleError(f"the chat template repeats {markers[number].where}")
+            raise CorruptSampleError(f"the chat template repeats {markers[number].location}")
         first.setdefault(number, position)
     for number, marker in enumerate(markers):
         if number not in first and not (marker.kind == "name" and marker.turn in optional):
-            raise CorruptSampleError(f"the chat template omits {marker.where}")
+            raise CorruptSampleError(f"the chat template omits {marker.location}")
     order = [n for n in first if markers[n].kind not in ("name", "tools")]
     last: dict[Any, int] = {}
     turn = 0
@@ -277,7 +277,7 @@ def _check_complete(
         marker = markers[number]
         assert marker.turn is not None
         if marker.turn < turn or number < last.get((marker.turn, marker.kind), 0):
-            raise CorruptSampleError(f"the chat template moves {marker.where}")
+            raise CorruptSampleError(f"the chat template moves {marker.location}")
         turn = marker.turn
         last[turn, marker.kind] = number
     return [first[number] == position for position, number in enumerate(numbers)]
@@ -291,7 +291,7 @@ def _check_scalars(marker: Marker, piece: str) -> None:
         ends = [start + len(form) for form in forms if (start := piece.find(form, position)) >= 0]
         if not ends:
             raise CorruptSampleError(
-                f"the chat template omits {json.dumps(scalar):.80} in {marker.where}"
+                f"the chat template omits {json.dumps(scalar):.80} in {marker.location}"
             )
         position = min(ends)
 
@@ -324,7 +324,7 @@ def _find_positions(
 
 
 def _describe_change(markers: Sequence[Marker]) -> str:
-    what = markers[0].where if markers else "the conversation"
+    what = markers[0].location if markers else "the conversation"
     return (
         f"the chat template changes {what}, or its output depends on the content (for example "
         "reasoning inside of content; use reasoning_content instead)"

@@ -413,9 +413,9 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
 def resolution_settings(processor: Any) -> list[str]:
     """Return the settings of a Hugging Face image processor that limit the tokens of an image."""
     size = getattr(processor, "size", None) or {}
-    found = ["size.longest_edge"] if dict(size).get("longest_edge") else []
+    settings = ["size.longest_edge"] if dict(size).get("longest_edge") else []
     keys = ("max_pixels", "max_patches", "max_num_patches", "image_grid_pinpoints")
-    return found + [key for key in keys if getattr(processor, key, None)]
+    return settings + [key for key in keys if getattr(processor, key, None)]
 
 
 def png_thumbnail(image: Image.Image, side_px: int) -> bytes:

@@ -80,8 +80,8 @@ class PatchLayout(ABC):
         """Return descriptions of processor settings that do not match the encoder."""
         return self._differs("patch size", self.processor.patch_size, self.spec.patch_size_px)
 
-    def _differs(self, name: str, found: int, wanted: int) -> list[str]:
-        return [] if found == wanted else [f"{name} {found}, encoder {wanted}"]
+    def _differs(self, name: str, value: int, encoder_value: int) -> list[str]:
+        return [] if value == encoder_value else [f"{name} {value}, encoder {encoder_value}"]
 
 
 class NaflexLayout(PatchLayout):
@@ -90,14 +90,14 @@ class NaflexLayout(PatchLayout):
     marker = "spatial_shapes"
 
     def limits(self, limit_px: int) -> dict[str, Any]:
-        most = self.processor.max_num_patches
-        limit = max(1, limit_px // self.spec.patch_size_px**2) if limit_px else most
-        return {"max_num_patches": min(most, limit)}
+        max_patches = self.processor.max_num_patches
+        limit = max(1, limit_px // self.spec.patch_size_px**2) if limit_px else max_patches
+        return {"max_num_patches": min(max_patches, limit)}
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
-        most = self.limits(limit_px)["max_num_patches"]
+        max_patches = self.limits(limit_px)["max_num_patches"]
         side = self.spec.patch_size_px
-        return get_image_size_for_max_num_patches(height_px, width_px, side, most)
+        return get_image_size_for_max_num_patches(height_px, width_px, side, max_patches)
 
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
         rows, columns = outputs["spatial_shapes"][0]
@@ -114,13 +114,13 @@ class MergedLayout(PatchLayout):
     marker = "image_grid_thw"
 
     def limits(self, limit_px: int) -> dict[str, Any]:
-        least, most = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
-        limit = max(limit_px, least) if limit_px else most
-        return {"size": {"shortest_edge": least, "longest_edge": min(most, limit)}}
+        min_px, max_px = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
+        limit = max(limit_px, min_px) if limit_px else max_px
+        return {"size": {"shortest_edge": min_px, "longest_edge": min(max_px, limit)}}
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
-        least, most = self.limits(limit_px)["size"].values()
-        return smart_resize(height_px, width_px, self.token_px, least, most)
+        min_px, max_px = self.limits(limit_px)["size"].values()
+        return smart_resize(height_px, width_px, self.token_px, min_px, max_px)
 
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
         return np.asarray(outputs["pixel_values"])
@@ -142,9 +142,9 @@ class FramedLayout(MergedLayout):
         return super().limits(limit_px * self.processor.temporal_patch_size)
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
-        least, most = self.limits(limit_px)["size"].values()
+        min_px, max_px = self.limits(limit_px)["size"].values()
         frames = self.processor.temporal_patch_size
-        return resize_frames(frames, height_px, width_px, frames, self.token_px, least, most)
+        return resize_frames(frames, height_px, width_px, frames, self.token_px, min_px, max_px)
 
 
 class PooledLayout(PatchLayout):
@@ -155,20 +155,20 @@ class PooledLayout(PatchLayout):
     """Values of `max_soft_tokens` that the processor accepts."""
 
     def limits(self, limit_px: int) -> dict[str, Any]:
-        most = self.processor.max_soft_tokens
-        limit = limit_px // self.token_px**2 if limit_px else most
-        allowed = [number for number in self.tokens if number <= min(most, limit)]
+        max_tokens = self.processor.max_soft_tokens
+        limit = limit_px // self.token_px**2 if limit_px else max_tokens
+        allowed = [number for number in self.tokens if number <= min(max_tokens, limit)]
         return {"max_soft_tokens": max(allowed, default=self.tokens[0])}
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
         side = self.spec.patch_size_px
         merge = self.spec.merge
-        most = self.limits(limit_px)["max_soft_tokens"] * merge**2
-        return get_aspect_ratio_preserving_size(height_px, width_px, side, most, merge)
+        max_patches = self.limits(limit_px)["max_soft_tokens"] * merge**2
+        return get_aspect_ratio_preserving_size(height_px, width_px, side, max_patches, merge)
 
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
-        shown = (np.asarray(outputs["image_position_ids"])[0] >= 0).all(-1).sum()
-        return np.asarray(outputs["pixel_values"])[0, :shown]
+        num_patches = (np.asarray(outputs["image_position_ids"])[0] >= 0).all(-1).sum()
+        return np.asarray(outputs["pixel_values"])[0, :num_patches]
 
     def problems(self) -> list[str]:
         side = self.processor.pooling_kernel_size
@@ -188,9 +188,9 @@ class SizedLayout(PatchLayout):
 
     def limits(self, limit_px: int) -> dict[str, Any]:
         side = self.token_px
-        most = self.processor.size["longest_edge"]
-        limit = max(side, isqrt(limit_px) // side * side) if limit_px else most
-        return {"size": {"longest_edge": min(most, limit)}}
+        max_side_px = self.processor.size["longest_edge"]
+        limit = max(side, isqrt(limit_px) // side * side) if limit_px else max_side_px
+        return {"size": {"longest_edge": min(max_side_px, limit)}}
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
         longest = self.limits(limit_px)["size"]["longest_edge"]

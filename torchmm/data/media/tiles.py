@@ -66,12 +66,13 @@ class TiledMedia:
         self.max_pixels = max_pixels
         probe = Image.new("RGB", (600, 200))
         grid = self.scheme.make_grid(*probe.size, max_tiles=1000)
-        found = self.scheme.pixels(probe, grid).shape
-        wanted = (grid.tiles, *images.blank(*probe.size).shape)
-        if found != wanted:
+        shape = self.scheme.pixels(probe, grid).shape
+        expected_shape = (grid.tiles, *images.blank(*probe.size).shape)
+        if shape != expected_shape:
             raise ConfigError(
-                f"encoder {encoder!r}: {spec.processor_class} returns tiles of shape {found} "
-                f"for an image of 600x200 pixels, but {wanted} is required; remove settings "
+                f"encoder {encoder!r}: {spec.processor_class} returns tiles of shape {shape} "
+                f"for an image of 600x200 pixels, but {expected_shape} is required; remove "
+                "settings "
                 "from model.processor"
             )
         # Tiles are stored as bytes only if the result is bitwise identical to the processor.

@@ -231,31 +231,33 @@ def _to_samples_by_channel(array: Any) -> np.ndarray:
     assumed to be the channel axis.
     """
     try:
-        found = np.asarray(array)
+        samples = np.asarray(array)
     except (ValueError, OverflowError) as error:
         raise CorruptSampleError(f"`array` of audio is not rectangular: {error}") from error
-    if found.dtype.kind not in "fiu":
-        raise CorruptSampleError(f"`array` of audio has values of type {found.dtype}, not numbers")
-    if found.ndim == 1:
-        found = found[:, None]
-    if found.ndim != 2 or found.size == 0:
+    if samples.dtype.kind not in "fiu":
+        raise CorruptSampleError(
+            f"`array` of audio has values of type {samples.dtype}, not numbers"
+        )
+    if samples.ndim == 1:
+        samples = samples[:, None]
+    if samples.ndim != 2 or samples.size == 0:
         raise CorruptSampleError(
             f"`array` of audio has shape {np.shape(array)}; use (samples,) or (channels, samples)"
         )
-    if found.shape[0] < found.shape[1]:
-        found = found.T
-    if found.shape[1] > MAX_CHANNELS or found.shape[0] == found.shape[1] > 1:
+    if samples.shape[0] < samples.shape[1]:
+        samples = samples.T
+    if samples.shape[1] > MAX_CHANNELS or samples.shape[0] == samples.shape[1] > 1:
         raise CorruptSampleError(
             f"`array` of audio has shape {np.shape(array)}, in which the channel dimension is "
             "ambiguous"
         )
-    peak = float(np.abs(found.astype(np.float64)).max())
-    if not peak <= (1 if found.dtype.kind in "iu" else MAX_AMPLITUDE):
+    peak = float(np.abs(samples.astype(np.float64)).max())
+    if not peak <= (1 if samples.dtype.kind in "iu" else MAX_AMPLITUDE):
         raise CorruptSampleError(
             f"`array` of audio has a value of magnitude {peak:g}; scale samples to the range "
             "-1 to 1"
         )
-    return np.ascontiguousarray(found, "<f4")
+    return np.ascontiguousarray(samples, "<f4")
 
 
 def _decode_data_url(value: str, kind: str) -> bytes:

@@ -44,7 +44,7 @@ class Record:
     columns: dict[str, Any]
     root: Root = None
     options: SampleOptions = SampleOptions()
-    where: str = ""
+    location: str = ""
     """File and line or row, for messages. Empty if unknown."""
 
 

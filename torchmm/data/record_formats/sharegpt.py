@@ -47,8 +47,8 @@ def read_conversations(record: Record) -> Conversation:
     column = next(name for name in CONVERSATION_COLUMNS if record.columns.get(name) is not None)
     messages: list[dict[str, Any]] = []
     for number, entry in enumerate(get_list(record.columns, column), start=1):
-        where = f"column `{column}` exists, but entry {number}"
-        for message in _read_messages(entry, where):
+        location = f"column `{column}` exists, but entry {number}"
+        for message in _read_messages(entry, location):
             if messages and _is_tool_call(message) and _is_tool_call(messages[-1]):
                 messages[-1]["tool_calls"] += message["tool_calls"]  # several at a time
             else:
@@ -68,14 +68,14 @@ def _is_tool_call(message: dict[str, Any]) -> bool:
     return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
 
 
-def _read_messages(entry: Any, where: str) -> list[dict[str, Any]]:
+def _read_messages(entry: Any, location: str) -> list[dict[str, Any]]:
     if not isinstance(entry, dict):
-        raise CorruptSampleError(f"{where} is {type(entry).__name__}, not an object")
+        raise CorruptSampleError(f"{location} is {type(entry).__name__}, not an object")
     for role_key, text_key in _KEY_PAIRS:
         if entry.get(role_key) is not None:
             if text_key not in entry:
-                raise CorruptSampleError(f"{where} has {role_key} but no {text_key}")
-            return [_read_message(entry, role_key, text_key, where)]
+                raise CorruptSampleError(f"{location} has {role_key} but no {text_key}")
+            return [_read_message(entry, role_key, text_key, location)]
     if all(entry.get(key) is not None for key in _QUESTION_KEYS):
         other_keys = {key: value for key, value in entry.items() if key not in _QUESTION_KEYS}
         return [
@@ -84,42 +84,44 @@ def _read_messages(entry: Any, where: str) -> list[dict[str, Any]]:
         ]
     keys = ", ".join(sorted(map(str, entry)))
     raise CorruptSampleError(
-        f"{where} has neither from/value nor role/content, only {keys:.80}"
+        f"{location} has neither from/value nor role/content, only {keys:.80}"
         if keys
-        else f"{where} has neither from/value nor role/content, because it is empty"
+        else f"{location} has neither from/value nor role/content, because it is empty"
     )
 
 
 def _read_message(
-    entry: dict[str, Any], role_key: str, text_key: str, where: str
+    entry: dict[str, Any], role_key: str, text_key: str, location: str
 ) -> dict[str, Any]:
     role = _ROLES.get(entry[role_key]) if isinstance(entry[role_key], str) else None
     if role is None:
         raise CorruptSampleError(
-            f"{where} has {role_key} = {truncate_repr(entry[role_key])}; use one of "
+            f"{location} has {role_key} = {truncate_repr(entry[role_key])}; use one of "
             f"{', '.join(_ROLES)}"
         )
     other_keys = {key: value for key, value in entry.items() if key not in (role_key, text_key)}
     if role == "call":
-        calls = _parse_calls(entry[text_key], where)
+        calls = _parse_calls(entry[text_key], location)
         return {**other_keys, "role": "assistant", "content": "", "tool_calls": calls}
     return {**other_keys, "role": role, "content": entry[text_key]}
 
 
-def _parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _parse_calls(value: Any, location: str) -> list[dict[str, Any]]:
     """Parse tool calls: JSON text of {"name", "arguments"}, or of a list of these."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise CorruptSampleError(
-            f"{where} contains a tool call that is not valid JSON: {error}"
+            f"{location} contains a tool call that is not valid JSON: {error}"
         ) from error
     calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise CorruptSampleError(
-                f"{where} contains a tool call without a name: {truncate_repr(call)}"
+                f"{location} contains a tool call without a name: {truncate_repr(call)}"
             )
         if "arguments" not in call:
-            raise CorruptSampleError(f"{where} contains a call of {call['name']} without arguments")
+            raise CorruptSampleError(
+                f"{location} contains a call of {call['name']} without arguments"
+            )
     return [{"type": "function", "function": call} for call in calls]

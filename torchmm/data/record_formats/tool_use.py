@@ -303,8 +303,10 @@ def _check_keys(table: Mapping[str, Any], known: set[str], what: str) -> None:
 
 def _check_text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        found = f"{value!r:.80}" if isinstance(value, str | float | int) else type(value).__name__
-        raise CorruptSampleError(f"{what} is {found}, not a string")
+        description = (
+            f"{value!r:.80}" if isinstance(value, str | float | int) else type(value).__name__
+        )
+        raise CorruptSampleError(f"{what} is {description}, not a string")
     return value
 
 

@@ -66,7 +66,7 @@ class FolderSource:
             paths = [_join_path(directory, each) for each in values]
             columns[column] = paths if rest else paths[0]
         if columns == record.columns:
-            raise CorruptSampleError(f"{record.where}: has no file_name")
+            raise CorruptSampleError(f"{record.location}: has no file_name")
         return replace(record, columns=columns, root=self._root)
 
 

@@ -110,12 +110,12 @@ class ArrowSource:
     def read(self, index: int) -> Record:
         """Return record `index`."""
         columns = read_row(self._rows[index])
-        where = sample_key(columns)
+        location = sample_key(columns)
         number = int(np.searchsorted(self._ends, index, side="right"))
-        if not where and number < len(self._files):
+        if not location and number < len(self._files):
             before = int(self._ends[number - 1]) if number else 0
-            where = f"{self._files[number]} row {index - before}"
-        return Record(columns, self._root, where=where)
+            location = f"{self._files[number]} row {index - before}"
+        return Record(columns, self._root, location=location)
 
 
 def sample_key(columns: dict[str, Any]) -> str:
@@ -362,36 +362,41 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
         check_train_split(config, "a file or glob")
         return files
     name = Split.of(config).name
-    wanted = _SPLIT_KEYWORDS.get(name, name)
+    split_name = _SPLIT_KEYWORDS.get(name, name)
     # The metadata files of a folder determine the split, and not the names of images.
     records = metadata_files(files) if kind in FOLDER_FORMATS else []
-    found = {
+    split_by_file = {
         file: _find_split(names[file], name, kind)
         for file in records or files
         if not (kind in FOLDER_FORMATS and not records and file.stem == "metadata")
     }
-    chosen = {file for file in found if found[file] == wanted}
-    if not chosen and wanted == "train":
-        chosen = {file for file in found if found[file] is None}
-    if not chosen:
-        known = sorted({split for split in found.values() if split is not None})
+    selected = {file for file in split_by_file if split_by_file[file] == split_name}
+    if not selected and split_name == "train":
+        selected = {file for file in split_by_file if split_by_file[file] is None}
+    if not selected:
+        known = sorted({split for split in split_by_file.values() if split is not None})
         if not known:
             check_train_split(config, "a directory without subdirectories or files named as splits")
         raise DataError(
             f"source {config.path!r}: split = {config.split!r}, but its files belong to the "
             f"splits {', '.join(known)}; set `split` to one of these, or set `path` to files"
         )
-    if len(chosen) == len(found):
+    if len(selected) == len(split_by_file):
         return files
     if kind in FOLDER_FORMATS and not records:  # `datasets` reads the whole directory
         raise DataError(
-            f"source {config.path!r}: {len(found) - len(chosen)} of {len(found)} files are in "
+            f"source {config.path!r}: {len(split_by_file) - len(selected)} of "
+            f"{len(split_by_file)} files are in "
             f"directories of other splits than {name!r}; set `path` to one directory"
         )
     logger.info(
-        "source %r: %d of %d files are in split %r", config.path, len(chosen), len(found), name
+        "source %r: %d of %d files are in split %r",
+        config.path,
+        len(selected),
+        len(split_by_file),
+        name,
     )
-    return [file for file in files if file in chosen or file not in found]
+    return [file for file in files if file in selected or file not in split_by_file]
 
 
 def _relative_names(

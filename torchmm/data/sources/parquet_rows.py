@@ -142,16 +142,16 @@ class ParquetSource:
         """
         group = int(np.searchsorted(self._ends, index, side="right"))
         file, number = self._groups[group]
-        where = f"{file} row {index - self._firsts[file]}"
+        location = f"{file} row {index - self._firsts[file]}"
         if group not in self._damaged_groups:
             try:
                 table = self._table(group)
                 start = int(self._ends[group]) - len(table)
                 columns = read_row(table.slice(index - start, 1))
-                return Record(columns, self._root, where=where)
+                return Record(columns, self._root, location=location)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
                 self._damaged_groups[group] = str(error)
-        raise CorruptSampleError(f"{where}: row group {number}: {self._damaged_groups[group]}")
+        raise CorruptSampleError(f"{location}: row group {number}: {self._damaged_groups[group]}")
 
     def _table(self, group: int) -> pa.Table:
         if group in self._tables:

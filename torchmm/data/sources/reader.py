@@ -180,7 +180,7 @@ class SampleReader:
             CorruptSampleError: The sample cannot be used. The message has location and reason.
             BeyondLimitError: The sample is valid, but exceeds a limit.
         """
-        with record_errors_at(record.where):
+        with record_errors_at(record.location):
             return self._read(record, index_meta, read_counter or ReadCounter())
 
     def _read(

@@ -249,7 +249,7 @@ class ConfiguredStream:
         if not isinstance(record, Record):
             return record
         try:
-            with record_errors_at(record.where):
+            with record_errors_at(record.location):
                 return self._map_record(record)
         except CorruptSampleError as error:
             return error

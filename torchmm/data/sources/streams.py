@@ -97,7 +97,7 @@ class ArrowStream:
         if table is None:
             return None
         columns = read_row(table)
-        return Record(columns, self._root, where=sample_key(columns))
+        return Record(columns, self._root, location=sample_key(columns))
 
 
 class JsonLinesStream:
@@ -135,12 +135,14 @@ class JsonLinesStream:
                 continue
             if self._line is not None:
                 self._line += 1
-            where = f"{path}:{place}"
+            location = f"{path}:{place}"
             if size > MAX_RECORD_BYTES:
-                return record_too_long(where, "line", size)
+                return record_too_long(location, "line", size)
             if line.strip():
                 try:
-                    return Record(parse_object(line, where), record_root(path), where=where)
+                    return Record(
+                        parse_object(line, location), record_root(path), location=location
+                    )
                 except CorruptSampleError as error:
                     return error
         return None

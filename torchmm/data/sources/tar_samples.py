@@ -1,7 +1,7 @@
 """Random access to the samples of WebDataset shards, tar files whose members share a name.
 
     samples = TarSamples(shards, places=Places(data.index_cache_dir))
-    where, parts = samples.read(index)
+    location, parts = samples.read(index)
 
     shard-0.tar    dog.jpg  dog.json | cat.jpg  cat.json | end marker
                    sample 0          | sample 1
@@ -164,12 +164,12 @@ class WebdatasetSource:
 
     def read(self, index: int) -> Record:
         """Return record `index`. Raise CorruptSampleError if it cannot be read."""
-        where, parts = self._samples.read(index)
-        with record_errors_at(where):
+        location, parts = self._samples.read(index)
+        with record_errors_at(location):
             columns: dict[str, Any] = {part: decode_part(part, parts[part]) for part in parts}
         shard = self._samples.shard_of(index)
-        columns |= {"__key__": where.removeprefix(f"{shard}:"), "__url__": str(shard)}
-        return Record(columns, where=where)
+        columns |= {"__key__": location.removeprefix(f"{shard}:"), "__url__": str(shard)}
+        return Record(columns, location=location)
 
 
 class WebdatasetStream:
@@ -412,12 +412,17 @@ def _read_energon_index(shard: AnyFile) -> np.ndarray | None:
     if not index.is_file() or index.stat().st_mtime_ns < shard.stat().st_mtime_ns:
         return None
     size = shard.stat().st_size
-    found = np.fromfile(index, "<u8")
-    ascending = (np.diff(found.astype(np.int64)) > 0).all()
-    if not len(found) or not ascending or found[-1] > size or (found % tarfile.BLOCKSIZE).any():
+    offsets = np.fromfile(index, "<u8")
+    ascending = (np.diff(offsets.astype(np.int64)) > 0).all()
+    if (
+        not len(offsets)
+        or not ascending
+        or offsets[-1] > size
+        or (offsets % tarfile.BLOCKSIZE).any()
+    ):
         logger.warning("%s is corrupt; reading the headers of the shard instead", index)
         return None
-    starts = found.astype(np.int64)
+    starts = offsets.astype(np.int64)
     with open_regular(shard) as stream:
         stream.seek(starts[-1])
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index may include the end

@@ -104,29 +104,29 @@ class TextFile:
             CorruptSampleError: The record is too long or malformed, or the file cannot be read.
         """
         before = int(self._line_offsets[number if len(self._line_offsets) > 1 else 0])
-        where = self.where(before + number)
+        location = self.location(before + number)
         size = int(self._sizes[number])
         if size > MAX_RECORD_BYTES:
-            raise record_too_long(where, self.record_name, size)
+            raise record_too_long(location, self.record_name, size)
         try:
             with open_regular(self._content) as stream:
                 stream.seek(int(self._starts[number]))
                 data = stream.read(size)
         except OSError as error:
-            raise CorruptSampleError(f"{where}: {error.strerror}") from error
+            raise CorruptSampleError(f"{location}: {error.strerror}") from error
         if len(data) < size:
-            raise CorruptSampleError(f"{where}: the file was truncated after it was opened")
-        return Record(self._parse(data, where), record_root(self.path), where=where)
+            raise CorruptSampleError(f"{location}: the file was truncated after it was opened")
+        return Record(self._parse(data, location), record_root(self.path), location=location)
 
-    def where(self, line: int) -> str:
+    def location(self, line: int) -> str:
         """Return the location of a record, for messages."""
         return f"{self.path}:{line}"
 
     def _find_records(self) -> Iterator[RecordSpan]:
         raise NotImplementedError
 
-    def _parse(self, data: bytes, where: str) -> dict[str, Any]:
-        return parse_object(data, where)
+    def _parse(self, data: bytes, location: str) -> dict[str, Any]:
+        return parse_object(data, location)
 
 
 class JsonLines(TextFile):
@@ -153,7 +153,7 @@ class JsonArray(TextFile):
 
     record_name = "element"
 
-    def where(self, line: int) -> str:
+    def location(self, line: int) -> str:
         """Return the location of an element, for messages."""
         return f"{self.path} element {line}"
 
@@ -193,8 +193,8 @@ class JsonArray(TextFile):
             )
         yield from _gap(text, done, len(text))
 
-    def _parse(self, data: bytes, where: str) -> dict[str, Any]:
-        return parse_object(data.strip(_BLANK + b","), where)
+    def _parse(self, data: bytes, location: str) -> dict[str, Any]:
+        return parse_object(data.strip(_BLANK + b","), location)
 
 
 class CsvFile(TextFile):
@@ -213,7 +213,7 @@ class CsvFile(TextFile):
         super().__init__(path, content, offset_cache)
         if not len(self):
             raise DataError(f"{path} is empty; its first row must contain the column names")
-        self._header = self._fields(self._read_header(), self.where(1))
+        self._header = self._fields(self._read_header(), self.location(1))
         self._starts = self._starts[1:]
         self._sizes = self._sizes[1:]
         self._line_offsets = (
@@ -239,11 +239,11 @@ class CsvFile(TextFile):
                     yield RecordSpan(start, end - start, line)
                 line += lines
 
-    def _parse(self, data: bytes, where: str) -> dict[str, Any]:
-        values = self._fields(data, where)
+    def _parse(self, data: bytes, location: str) -> dict[str, Any]:
+        values = self._fields(data, location)
         if len(values) != len(self._header):
             raise CorruptSampleError(
-                f"{where}: row has {len(values)} values, but the first row has "
+                f"{location}: row has {len(values)} values, but the first row has "
                 f"{len(self._header)} column names ({', '.join(self._header)}); quote values "
                 f"that contain {self._delimiter!r} or line breaks, and double the quotes "
                 "inside of them"
@@ -251,13 +251,13 @@ class CsvFile(TextFile):
         named = zip(self._header, values, strict=True)
         return {name: value or None for name, value in named if name}
 
-    def _fields(self, data: bytes, where: str) -> list[str]:
+    def _fields(self, data: bytes, location: str) -> list[str]:
         csv.field_size_limit(MAX_RECORD_BYTES)
         try:
             text = io.StringIO(data.decode(), newline="")
             return next(csv.reader(text, delimiter=self._delimiter), [])
         except (csv.Error, UnicodeDecodeError) as error:
-            raise CorruptSampleError(f"{where}: {error}") from error
+            raise CorruptSampleError(f"{location}: {error}") from error
 
 
 class TextSource:
@@ -295,7 +295,7 @@ def is_array(content: AnyFile) -> bool:
     return head.lstrip(_BLANK).startswith(b"[")
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(data: bytes, location: str) -> dict[str, Any]:
     """Parse the columns of a JSON record.
 
     Raises:
@@ -305,16 +305,17 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         columns = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or type(error).__name__
-        raise CorruptSampleError(f"{where}: {reason}") from error
+        raise CorruptSampleError(f"{location}: {reason}") from error
     if not isinstance(columns, dict):
-        raise CorruptSampleError(f"{where} is {type(columns).__name__}, not an object")
+        raise CorruptSampleError(f"{location} is {type(columns).__name__}, not an object")
     return columns
 
 
-def record_too_long(where: str, record_name: str, size: int) -> CorruptSampleError:
+def record_too_long(location: str, record_name: str, size: int) -> CorruptSampleError:
     """Return the error for a record longer than MAX_RECORD_BYTES."""
     return CorruptSampleError(
-        f"{where}: {record_name} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
+        f"{location}: {record_name} of {size} bytes is longer than the limit of "
+        f"{MAX_RECORD_BYTES}; "
         "split it, or store large content in separate files"
     )
 

@@ -52,12 +52,16 @@ class _RankStepHandler:
             return END
         rank = self._position.rank
         local = {n for packs in step.sequences_RMB[rank].tolist() for n in packs}
-        encoded = None if step.encoded is None else partial(_return_images, step.encoded(rank))
-        return replace(step, pack={n: step.pack(n) for n in local}.__getitem__, encoded=encoded)
+        rank_images = (
+            None if step.rank_images is None else partial(_return_images, step.rank_images(rank))
+        )
+        return replace(
+            step, pack={n: step.pack(n) for n in local}.__getitem__, rank_images=rank_images
+        )
 
 
-def _return_images(encoded: list[RankImages], rank: int) -> list[RankImages]:
-    return encoded
+def _return_images(rank_images: list[RankImages], rank: int) -> list[RankImages]:
+    return rank_images
 
 
 class BackgroundSteps:

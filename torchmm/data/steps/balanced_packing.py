@@ -262,7 +262,7 @@ def _find_best_bin(
         first: First candidate sequence.
         stop: End of the candidate sequences.
     """
-    best, least = -1, 0
+    best, min_product = -1, 0
     for b in range(first, stop):
         if used_4B[0, b] + sizes_4[0] > limits_4[0]:
             continue
@@ -272,6 +272,6 @@ def _find_best_bin(
         product = 0
         for k in range(3):
             product += loads_3B[k, b] * loads_3[k]
-        if best < 0 or product < least:
-            best, least = b, product
+        if best < 0 or product < min_product:
+            best, min_product = b, product
     return best

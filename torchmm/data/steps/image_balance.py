@@ -65,12 +65,12 @@ def balance_images(step: PlannedStep, balance: ImageBalancer) -> PlannedStep:
     def items_of(samples: Int64s) -> Callable[[Int64s], PackItems]:
         return lambda selected: packs.items(samples[selected])
 
-    def encoded(rank: int) -> list[RankImages]:
+    def rank_images(rank: int) -> list[RankImages]:
         return [images.of_rank(rank, items_of(samples)) for samples, images in microbatches]
 
     before, after, mean = np.sum([images.owners[1:] for _, images in microbatches], axis=0)
     metrics = Imbalance(before / mean, after / mean).figures("image") if mean else {}
-    return replace(step, encoded=cache(encoded), imbalance={**step.imbalance, **metrics})
+    return replace(step, rank_images=cache(rank_images), imbalance={**step.imbalance, **metrics})
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class PlannedStep:
     """Loader state after this step."""
     epoch: float
     """Completed passes after this step over the source with the fewest passes."""
-    encoded: Callable[[int], list[RankImages]] | None = None
+    rank_images: Callable[[int], list[RankImages]] | None = None
     """Function that returns the images that a rank encodes and generates in each microbatch. If
     None, these are the images of its sequences."""
     imbalance: Mapping[str, float] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class PlannedStep:
             metas = [
                 microbatch_meta(packs, sequence_length) for packs in self._sequences_of_rank(rank)
             ]
-            if self.encoded is None:
+            if self.rank_images is None:
                 return metas
-            rank_images = self.encoded(rank)
+            rank_images = self.rank_images(rank)
             return [each.task_meta(meta) for each, meta in zip(rank_images, metas, strict=True)]
 
         return LazyByRank(len(self.sequences_RMB), metas_of_rank)

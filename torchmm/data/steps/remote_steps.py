@@ -230,24 +230,24 @@ class RemoteSteps:
         self, plan: PlannedStep, packs: LazyPacks, request_part: RequestPacks
     ) -> PlannedStep:
         """Return a step with the records of the samples that this rank decodes."""
-        encoded = [] if plan.encoded is None else plan.encoded(self._rank)
-        read = {item_key(sample.item) for images in encoded for sample in images.samples}
+        rank_images = [] if plan.rank_images is None else plan.rank_images(self._rank)
+        read = {item_key(sample.item) for images in rank_images for sample in images.samples}
         needed = set(plan.sequences_RMB[self._rank].ravel().tolist())
         needed |= {n for n, pack in packs.known.items() if read & set(map(item_key, pack))}
         if (part := request_part(sorted(needed), True)) is not None:
             packs.known.update(part.packs)
-        if plan.encoded is None:
+        if plan.rank_images is None:
             return plan
         items = {item_key(item): item for n in needed for item in packs(n)}
         local = [
             images._replace(
                 samples=[s._replace(item=items[item_key(s.item)]) for s in images.samples]
             )
-            for images in encoded
+            for images in rank_images
         ]
-        images_of_rank = plan.encoded
+        images_of_rank = plan.rank_images
         return replace(
-            plan, encoded=lambda rank: local if rank == self._rank else images_of_rank(rank)
+            plan, rank_images=lambda rank: local if rank == self._rank else images_of_rank(rank)
         )
 
     def _next_part(self) -> StepPart | None:

@@ -57,11 +57,11 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
 def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
     for recording in sorted(stamps.rglob("*_desc_*.ogg")):
-        found = RECORDING.fullmatch(recording.name)
-        text_file = recording.with_name(f"{found[1]}.txt") if found else recording
-        if found is None or found[2] not in languages or not text_file.exists():
+        match = RECORDING.fullmatch(recording.name)
+        text_file = recording.with_name(f"{match[1]}.txt") if match else recording
+        if match is None or match[2] not in languages or not text_file.exists():
             continue
-        text = captions(text_file.read_text("utf-8", errors="replace")).get(found[2])
+        text = captions(text_file.read_text("utf-8", errors="replace")).get(match[2])
         if not text:
             continue
         image = text_file.with_suffix(".png")
@@ -69,7 +69,7 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
             "image": image.read_bytes() if image.exists() else None,
             "audio": recording.read_bytes(),
             "text": text,
-            "language": found[2],
+            "language": match[2],
             # Same split as tuxpaint_stamps, so that a stamp is held out of both sets or of none.
             "file": str(image.relative_to(stamps)),
         }

@@ -59,12 +59,12 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
         image = text_file.with_suffix(".png")
         if not image.exists():
             continue
-        found = captions(text_file.read_text("utf-8", errors="replace"))
+        texts = captions(text_file.read_text("utf-8", errors="replace"))
         for language in languages:
-            if found.get(language):
+            if texts.get(language):
                 yield {
                     "image": {"bytes": image.read_bytes(), "path": None},
-                    "text": found[language],
+                    "text": texts[language],
                     "language": language,
                     "file": str(image.relative_to(stamps)),
                 }
@@ -72,6 +72,6 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def captions(text: str) -> dict[str, str]:
     """Return the captions by language code."""
-    first, *others = text.splitlines() or [""]
-    found = (TRANSLATION.match(line) for line in others)
-    return {"en": first.strip()} | {m[1]: m[2].strip() for m in found if m}
+    first, *translations = text.splitlines() or [""]
+    matches = (TRANSLATION.match(line) for line in translations)
+    return {"en": first.strip()} | {m[1]: m[2].strip() for m in matches if m}

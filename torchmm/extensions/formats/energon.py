@@ -125,14 +125,14 @@ class EnergonSource:
 
     def read(self, index: int) -> Record:
         """Return a record. May raise CorruptSampleError."""
-        where, parts = self._samples.read(index)
+        location, parts = self._samples.read(index)
         fields = self._folder.fields
-        with record_errors_at(where):
+        with record_errors_at(location):
             given = {name: self._find(name, parts, options) for name, options in fields.items()}
             columns = KINDS[self._folder.kind](given, parts)
         directory = self._folder.directory
         root = str(directory) if isinstance(directory, Path) else directory
-        return Record(columns, root, where=where)
+        return Record(columns, root, location=location)
 
     def _find(self, name: str, parts: Parts, options: Sequence[Sequence[str]]) -> Any:
         """Return the value of a field from the first available location."""

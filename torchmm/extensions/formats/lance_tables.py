@@ -86,14 +86,14 @@ class LanceSource:
             CorruptSampleError: The row cannot be read.
             DataError: The row of a remote table cannot be read, possibly because of the storage.
         """
-        where = f"{self._path} row {index}"
+        location = f"{self._path} row {index}"
         try:
             columns = read_row(self._opened().take([index]))
         except (OSError, ValueError) as error:
             if is_address(self._path):  # probably an error of the storage, so no sample is skipped
-                raise DataError(f"{where} cannot be read: {_brief(error)}") from error
-            raise CorruptSampleError(f"{where}: {_brief(error)}") from error
-        return Record(columns, where=where)
+                raise DataError(f"{location} cannot be read: {_brief(error)}") from error
+            raise CorruptSampleError(f"{location}: {_brief(error)}") from error
+        return Record(columns, location=location)
 
     def _opened(self) -> Any:
         if self._table is None:

@@ -119,8 +119,8 @@ class DiagnosticsHook(Hook):
             for measured, predicted, *_ in rows
         ]
         if parts.mesh.rank == 0:
-            found = {"step": step, "device": parts.mesh.device.type, "ranks": ranks}
-            text = json.dumps(found) + "\n"
+            values = {"step": step, "device": parts.mesh.device.type, "ranks": ranks}
+            text = json.dumps(values) + "\n"
             replace_atomically(parts.run_dir / MEMORY_FILE, text.encode())
 
 

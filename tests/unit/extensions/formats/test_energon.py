@@ -136,7 +136,7 @@ def test_energon_sample_without_field_is_corrupt(tmp_path):
         CorruptSampleError, match=r"s-0\.tar:a: has no png for field image, only txt"
     ):
         source.read(0)
-    assert source.read(1).where == f"{tmp_path}/shards/s-0.tar:b"
+    assert source.read(1).location == f"{tmp_path}/shards/s-0.tar:b"
 
 
 def test_energon_shard_index_is_used_unless_older(tmp_path):

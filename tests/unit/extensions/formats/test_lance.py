@@ -36,7 +36,7 @@ def test_lance_rows_match_parquet(table, tmp_path, reader):
         assert reader.read(source.read(index)) == reader.read(same.read(index))
     worker = copy.deepcopy(source)
     assert worker.read(5).columns == source.read(5).columns
-    assert source.read(5).where.endswith("set.lance row 5")
+    assert source.read(5).location.endswith("set.lance row 5")
 
 
 def test_lance_splits_select_rows_or_are_rejected(table):

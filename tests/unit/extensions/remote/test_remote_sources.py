@@ -104,8 +104,8 @@ def test_remote_source_has_same_samples(store, folder, tmp_path, reader, kind):
         sample = reader.read(remote.read(index))
         assert sample == reader.read(local.read(index))
         assert sample.files and sample.text.ids
-        where = remote.read(index).where
-        assert where.replace("s3://formats", str(folder)) == local.read(index).where
+        location = remote.read(index).location
+        assert location.replace("s3://formats", str(folder)) == local.read(index).location
     assert samples_of(local, reader) == samples_of(remote, reader)
     worker = copy.deepcopy(remote)
     assert reader.read(worker.read(3)) == reader.read(local.read(3))
@@ -121,7 +121,7 @@ def test_energon_splits_of_remote_folder_apply(object_server, folder, tmp_path):
     write_split(["shards/{a,b}.tar"])
     config = SourceConfig(path="s3://excluded/energon")
     found = open_at(tmp_path, config.path)
-    assert len(found) == 14 and ":003" not in " ".join(found.read(i).where for i in range(14))
+    assert len(found) == 14 and ":003" not in " ".join(found.read(i).location for i in range(14))
     kind, files = resolve_files(config, open_file_system(config.path, data_of(tmp_path)))
     assert kind == "energon" and [f.name for f in files][-2:] == ["split.yaml", "b.tar"]
     with pytest.raises(DataError, match="no shards for split 'test'"):
@@ -140,10 +140,10 @@ def test_remote_stream_resumes(store, folder, tmp_path, kind):
     stream = open_stream("x", config, data.index_cache_dir, open_file_system(config.path, data))
     records = []
     while (record := stream.next()) is not None:
-        records.append((record.where, stream.position()))
+        records.append((record.location, stream.position()))
     assert len(records) == COUNT
     stream.restart(records[10][1])
-    assert stream.next().where == records[11][0]
+    assert stream.next().location == records[11][0]
 
 
 def test_shard_sample_reads_its_blocks_only(tmp_path, object_server):

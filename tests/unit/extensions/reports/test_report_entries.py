@@ -72,5 +72,5 @@ def test_html_report_is_written_during_and_after_run(page, tmp_path):
         is_locked_by_this_run=lambda: True,
         release=lambda: calls.append((tmp_path / "index.html").exists()),
     )
-    run_module._leave(recipe, directory, rank=0)
+    run_module._finish_run(recipe, directory, rank=0)
     assert calls == [page]

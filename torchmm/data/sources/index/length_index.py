@@ -395,7 +395,7 @@ def check_usable_samples(name: str, config: SourceConfig, index: LengthIndex) ->
     counts = ", ".join([*parts, *describe_filtered(index.filtered, total)])
     if not kept:
         usable = [shard for shard in index.shards if shard.shortest]
-        found = (
+        token_range = (
             f" (the remaining samples have {min(s.shortest for s in usable)} to "
             f"{max(s.longest for s in usable)} tokens)"
             if usable
@@ -404,7 +404,7 @@ def check_usable_samples(name: str, config: SourceConfig, index: LengthIndex) ->
         skipped = [*index.beyond_limits(), *index.corrupt()]
         messages = [f"{name}[{i}]: {reason}" for i, reason in skipped]
         raise no_usable_samples_error(
-            name, f"none of its {total} samples are usable: {counts}{found}", messages
+            name, f"none of its {total} samples are usable: {counts}{token_range}", messages
         )
     if kept < total:
         # A warning would be logged by each rank.
@@ -443,10 +443,10 @@ def describe_dropped(dropped: Mapping[str, tuple[int, int]], samples: int) -> li
     return descriptions
 
 
-def no_usable_samples_error(name: str, found: str, messages: Sequence[str]) -> DataError:
+def no_usable_samples_error(name: str, text: str, messages: Sequence[str]) -> DataError:
     """Return the error for a source without usable samples."""
     return DataError(
-        f"source {name!r}: {found}{list_messages(messages)}\nCorrect the source in the recipe "
+        f"source {name!r}: {text}{list_messages(messages)}\nCorrect the source in the recipe "
         "(`columns` maps column names, `filter` limits lengths), repair its samples, or "
         "remove the source"
     )

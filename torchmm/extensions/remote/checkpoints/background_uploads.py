@@ -202,10 +202,10 @@ def assign_uploads(names: Sequence[str], local_files: Sequence[Sequence[str]]) -
         names: Names of all files.
         local_files: Names of the files on the node of each rank.
     """
-    files_by_rank = [set(found) for found in local_files]
+    files_by_rank = [set(files) for files in local_files]
     parts: list[list[str]] = [[] for _ in local_files]
     for number, name in enumerate(names):
-        ranks = [rank for rank, found in enumerate(files_by_rank) if name in found]
+        ranks = [rank for rank, files in enumerate(files_by_rank) if name in files]
         owners = [rank for rank in ranks if name == rank_file_name(rank)]
         if ranks:
             parts[owners[0] if owners else ranks[number % len(ranks)]].append(name)

@@ -199,7 +199,7 @@ class RemoteCheckpoints:
         uploaded = self._folders().get(folder, {})
         return MANIFEST_NAME in uploaded and self._has_all_files(folder, uploaded)
 
-    def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
+    def retain(self, keep: int, newest_folder: str, best: Collection[int] = ()) -> None:
         """Remove checkpoints older than the `keep` newest complete ones, and unfinished uploads.
 
         A checkpoint is complete if all files have the sizes of its manifest. Checkpoints of newer
@@ -207,7 +207,7 @@ class RemoteCheckpoints:
 
         Args:
             keep: Number of checkpoints to retain.
-            own: Folder that was committed last, whose files need not be compared.
+            newest_folder: Folder that was committed last, whose files need not be compared.
             best: Steps of further checkpoints to retain.
 
         Raises:
@@ -218,7 +218,7 @@ class RemoteCheckpoints:
         newest_first = _committed_folders(folders)
         num_complete = 0
         for folder in newest_first:
-            if folder == own:
+            if folder == newest_folder:
                 num_complete += 1
                 continue
             try:
@@ -228,7 +228,7 @@ class RemoteCheckpoints:
             if num_complete >= keep and step_of_upload_folder(folder) not in best:
                 self.discard(folder, folders)
             num_complete += is_complete
-        for folder in set(folders) - set(newest_first) - {own}:
+        for folder in set(folders) - set(newest_first) - {newest_folder}:
             if not any(_SET_ASIDE_INFIX in name for name in folders[folder]):
                 self._logger.warning("removing %s/%s, an incomplete upload", self.address, folder)
                 self.discard(folder, folders)

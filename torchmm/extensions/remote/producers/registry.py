@@ -79,14 +79,14 @@ class ProducerStatus(NamedTuple):
             ValueError: A value is missing, unknown, of a wrong type or out of range.
         """
         try:
-            found = cls(**values)
-            found._check()
+            status = cls(**values)
+            status._check()
         except (TypeError, ValueError) as error:
             reason = escape_text(str(error), 200)
             raise ValueError(
                 f"invalid report of a producer: {escape_text(repr(values), 200)}: {reason}"
             ) from error
-        return found
+        return status
 
     def _check(self) -> None:
         for key, maximum in (("workers", MAX_PRODUCER_WORKERS), ("unfinished", MAX_UNFINISHED)):

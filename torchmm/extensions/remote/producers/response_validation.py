@@ -109,11 +109,11 @@ class _RequestedMicrobatch:
         if part in self._parts:
             raise ValueError(f"part {part!r} was sent twice")
         expected = self._expected[part]
-        where = f"part {part!r}: "
+        what = f"part {part!r}: "
         _require_equal(
-            f"{where}keys", sorted(message.values), sorted({*expected.values, "microbatch"})
+            f"{what}keys", sorted(message.values), sorted({*expected.values, "microbatch"})
         )
-        _require_equal(f"{where}tensors", sorted(message.tensors), sorted(expected.tensors))
+        _require_equal(f"{what}tensors", sorted(message.tensors), sorted(expected.tensors))
         for name, tensor in expected.tensors.items():
             shape = list(tensor.shape)
             if name == PIXELS:
@@ -125,9 +125,9 @@ class _RequestedMicrobatch:
                 shape[0] = sum(
                     rows if inputs.held is None else (rows[image] for image in inputs.held)
                 )
-            found = message.tensors[name]
-            _require_equal(f"{where}dtype of {name}", str(found.dtype), str(tensor.dtype))
-            _require_equal(f"{where}shape of {name}", list(found.shape), shape)
+            received = message.tensors[name]
+            _require_equal(f"{what}dtype of {name}", str(received.dtype), str(tensor.dtype))
+            _require_equal(f"{what}shape of {name}", list(received.shape), shape)
         self._parts[part] = message
 
     def finish(self, step: DecodedStep) -> None:
@@ -135,10 +135,10 @@ class _RequestedMicrobatch:
         _require_equal("parts", sorted(self._parts), sorted(self._expected))
         counts = self._parts[TEXT_PART].values
         corrupt = self._read_corrupt(counts["corrupt"])
-        found = self._copy_positions(corrupt)
-        self._check_text(found)
-        self._check_positions(found)
-        microbatch = self._decoder.rebuild(self._packs, self._images, found, corrupt)
+        received = self._copy_positions(corrupt)
+        self._check_text(received)
+        self._check_positions(received)
+        microbatch = self._decoder.rebuild(self._packs, self._images, received, corrupt)
         for part, message in _messages_by_part(microbatch).items():
             self._compare(part, message)
         for name, inputs in microbatch.encoders.items():
@@ -203,31 +203,31 @@ class _RequestedMicrobatch:
             found.append(Kept(0, 0, 0, 0, 0) if is_masked else Kept.from_json(value))
         return found
 
-    def _check_text(self, found: Microbatch) -> None:
+    def _check_text(self, received: Microbatch) -> None:
         """Check ids against the vocabulary, and targets against ids."""
         size = self._decoder.reader.text_spec.vocab_size
-        ids_T = found.input_ids_T
+        ids_T = received.input_ids_T
         if not ((ids_T >= 0) & (ids_T < size)).all():
             raise ValueError(f"part '': input_ids_T is out of range for a vocabulary of {size} ids")
         next_T = torch.cat([ids_T[1:], ids_T.new_full([1], IGNORE_TARGET)])
         next_T[torch.tensor(self._template.cu_seqlens[1:]) - 1] = IGNORE_TARGET
-        targets_T = found.targets_T
+        targets_T = received.targets_T
         if not ((targets_T == next_T) | (targets_T == IGNORE_TARGET)).all():
             raise ValueError("part '': targets_T has targets that are not the next token")
 
-    def _check_positions(self, found: Microbatch) -> None:
+    def _check_positions(self, received: Microbatch) -> None:
         """Check that images use placeholders of their sample, each of them once."""
-        meta = found.meta
+        meta = received.meta
         spec = self._decoder.reader.text_spec
         known = [spec.image_token_id, spec.video_token_id, spec.sound_token_id]
         placeholders = torch.tensor([token for token in known if token is not None])
         firsts, stops = self._sample_bounds()
         exclusive = []
-        for name, inputs in found.encoders.items():
+        for name, inputs in received.encoders.items():
             tokens = [sum(i.tokens for i in s.images_read_by(name)) for s in meta.samples]
             positions_K = inputs.positions_K
             _require_inside(name, positions_K, np.repeat(firsts, tokens), np.repeat(stops, tokens))
-            if not torch.isin(found.input_ids_T[positions_K], placeholders).all():
+            if not torch.isin(received.input_ids_T[positions_K], placeholders).all():
                 raise ValueError(f"part {name!r}: positions are not image placeholders")
             each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
             if any(len(positions.unique()) != len(positions) for positions in each):
@@ -237,10 +237,10 @@ class _RequestedMicrobatch:
             exclusive.append(positions_K.unique() if shared else positions_K)
         every = torch.cat(exclusive) if exclusive else torch.zeros(0)
         if len(every.unique()) != len(every):
-            raise ValueError(f"parts {sorted(found.encoders)}: images use the same positions")
-        if found.generator is not None:
+            raise ValueError(f"parts {sorted(received.encoders)}: images use the same positions")
+        if received.generator is not None:
             counts = [sum(g.context for g in s.generated) for s in meta.samples]
-            positions_K = found.generator.context_positions_K
+            positions_K = received.generator.context_positions_K
             lower, upper = (np.repeat(bounds, counts) for bounds in (firsts, stops))
             _require_inside(GENERATOR, positions_K, lower, upper)
 
@@ -258,12 +258,12 @@ class _RequestedMicrobatch:
 
     def _compare(self, part: str, expected: TensorMessage) -> None:
         """Raise ValueError if a part differs from the rebuilt part in more than pixels."""
-        found = self._parts[part]
+        message = self._parts[part]
         for key, value in expected.values.items():
             if key not in COUNT_KEYS:
-                _require_equal(f"part {part!r}: {key}", found.values[key], value)
+                _require_equal(f"part {part!r}: {key}", message.values[key], value)
         for name, tensor in expected.tensors.items():
-            if name != PIXELS and not torch.equal(found.tensors[name], tensor):
+            if name != PIXELS and not torch.equal(message.tensors[name], tensor):
                 raise ValueError(f"part {part!r}: {name} differs from the requested samples")
 
 
@@ -332,10 +332,10 @@ def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: n
         raise ValueError(f"part {name!r}: positions are outside of their samples")
 
 
-def _require_equal(what: str, found: Any, expected: Any) -> None:
+def _require_equal(what: str, value: Any, expected: Any) -> None:
     """Raise ValueError if two JSON values differ, also in type (1, 1.0, true)."""
-    if json.dumps(found) != json.dumps(expected):
-        raise ValueError(f"{what} = {_shorten(found)}; expected {_shorten(expected)}")
+    if json.dumps(value) != json.dumps(expected):
+        raise ValueError(f"{what} = {_shorten(value)}; expected {_shorten(expected)}")
 
 
 def _check_count(key: str, value: Any, maximum: int) -> int:

@@ -200,10 +200,10 @@ class PlanClient:
 
     def part(self, asked: StepRequest) -> StepPart | None:
         """Return a part of a step, see `StepPlanServer.part`."""
-        found = self._call("plan", asked._asdict(), partial(self._read_part, asked))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        response = self._call("plan", asked._asdict(), partial(self._read_part, asked))
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
         """Return the images of a sample."""
@@ -224,9 +224,9 @@ class PlanClient:
         options: flight.FlightCallOptions,
     ) -> ProducerDataInfo:
         body = json.dumps({"held_out": self._validation}).encode()
-        found = _call_producer("describe", body, _read_description, client, options)
+        data_info = _call_producer("describe", body, _read_description, client, options)
         try:
-            problems = differences(found)
+            problems = differences(data_info)
         except VALUE_ERRORS as error:
             raise ValueError(f"identity: {type(error).__name__}: {error}") from error
         if problems:
@@ -234,7 +234,7 @@ class PlanClient:
                 f"it uses different data than this run: {'; '.join(problems)}; start it with "
                 "outputs/NAME/recipe.toml of the run"
             )
-        return found
+        return data_info
 
     def _read_part(
         self, asked: StepRequest, values: Mapping[str, Any]
@@ -320,16 +320,16 @@ def _call_producer(
 
 
 def _read_description(values: Mapping[str, Any]) -> ProducerDataInfo:
-    found = ProducerDataInfo(**values)
+    data_info = ProducerDataInfo(**values)
     for key, kind in DATA_INFO_TYPES.items():
-        if type(getattr(found, key)) is not kind:
+        if type(getattr(data_info, key)) is not kind:
             raise ValueError(f"{key} is not of type {kind.__name__}")
-    if not all(isinstance(text, str) for text in (*found.names, *found.digest)):
+    if not all(isinstance(text, str) for text in (*data_info.names, *data_info.digest)):
         raise ValueError("names or digest are not strings")
-    if len(set(found.names)) != len(found.names) or len(found.digest) != 2:
+    if len(set(data_info.names)) != len(data_info.names) or len(data_info.digest) != 2:
         raise ValueError("names are not unique, or digest does not have two parts")
-    first, second = map(escape_text, found.digest)
-    return found._replace(digest=(first, second))
+    first, second = map(escape_text, data_info.digest)
+    return data_info._replace(digest=(first, second))
 
 
 def _read_strings(values: list[str]) -> tuple[str, ...]:

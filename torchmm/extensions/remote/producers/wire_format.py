@@ -128,7 +128,7 @@ def step_messages(step: DecodedStep) -> list[TensorMessage]:
     (microbatch,) = step.microbatches
     values = {"cu_seqlens": microbatch.cu_seqlens} | {key: getattr(step, key) for key in COUNT_KEYS}
     tensors = {key: getattr(microbatch, key) for key in TEXT_TENSORS}
-    found = [TensorMessage({"part": TEXT_PART} | values, tensors)]
+    messages = [TensorMessage({"part": TEXT_PART} | values, tensors)]
     for name, inputs in microbatch.encoders.items():
         values = {
             "part": name,
@@ -138,12 +138,14 @@ def step_messages(step: DecodedStep) -> list[TensorMessage]:
             "held": inputs.held,
             "blank": inputs.blank,
         }
-        found.append(TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K}))
+        messages.append(
+            TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K})
+        )
     if (drawn := microbatch.generator) is not None:
         values = {"part": GENERATOR} | {key: getattr(drawn, key) for key in GENERATOR_LISTS}
         tensors = {"pixels": drawn.patches_PV, "places": drawn.context_positions_K}
-        found.append(TensorMessage(values, tensors))
-    return found
+        messages.append(TensorMessage(values, tensors))
+    return messages
 
 
 def encode_message(message: TensorMessage, microbatch: int) -> tuple[pa.RecordBatch, bytes]:

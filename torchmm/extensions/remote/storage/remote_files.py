@@ -83,10 +83,10 @@ class RemoteFileSystem:
             DataError: The remote storage rejects the request or does not respond.
         """
         try:
-            found = self.client(url).stat(parse_url(url).path)
+            info = self.client(url).stat(parse_url(url).path)
         except MissingError:
             return None
-        return RemoteFile(url, found.size, found.version, self)
+        return RemoteFile(url, info.size, info.version, self)
 
     def list(self, url: str) -> list[RemoteFile]:
         """Return the files at, below or matching a URL, see `FileSystem.list`."""
@@ -96,12 +96,12 @@ class RemoteFileSystem:
             return [one]
         files = []
         client = self.client(url)
-        for found in client.list(folder.path):
-            inside = posixpath.relpath(found.path, folder.path or ".")
+        for info in client.list(folder.path):
+            inside = posixpath.relpath(info.path, folder.path or ".")
             hidden = any(part.startswith(".") for part in inside.split("/"))
-            if not hidden and (pattern is None or _matches_glob(found.path, pattern)):
-                url = f"{folder.root}/{found.path}"
-                files.append(RemoteFile(url, found.size, found.version, self))
+            if not hidden and (pattern is None or _matches_glob(info.path, pattern)):
+                url = f"{folder.root}/{info.path}"
+                files.append(RemoteFile(url, info.size, info.version, self))
         return files
 
     def read(self, file: RemoteFile, start: int, end: int, keep: bool = True) -> bytes:
@@ -122,16 +122,16 @@ class RemoteFileSystem:
         if not self.cache.limit_bytes:
             return self._request(file, start, end)
         blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-        found: dict[int, bytes | memoryview] = {}
+        block_data: dict[int, bytes | memoryview] = {}
         for number in blocks:
-            if number in found:
+            if number in block_data:
                 continue
             cached = self.cache.get(entry_name(file, number))
             if cached is not None:
-                found[number] = cached
+                block_data[number] = cached
             else:
-                found |= self._fetch(file, number, blocks.stop, keep)
-        whole = b"".join(found[number] for number in blocks)
+                block_data |= self._fetch(file, number, blocks.stop, keep)
+        whole = b"".join(block_data[number] for number in blocks)
         first = blocks.start * BLOCK_BYTES
         return whole[start - first : end - first]
 

@@ -134,10 +134,10 @@ class StoreClient:
     def list(self, path: str) -> list[ObjectInfo]:
         """Return all objects below a folder, sorted by name. May raise DataError."""
         try:
-            found = self._repeat(path, lambda: list(self._store.list(path)))
+            objects = self._repeat(path, lambda: list(self._store.list(path)))
         except MissingError:
             return []
-        return sorted(found)
+        return sorted(objects)
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes:
         """Return the bytes [start, end) of an object of this version.
@@ -320,8 +320,8 @@ class _Filesystem:
 
     def list(self, path: str) -> Iterator[ObjectInfo]:
         self._files.invalidate_cache()  # other processes may have written files
-        found = self._files.find(self._prefix + path, detail=True)
-        return map(self._object_info_of, found.values())
+        entries = self._files.find(self._prefix + path, detail=True)
+        return map(self._object_info_of, entries.values())
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes:
         with self._files.open(self._prefix + path, "rb", cache_type="none") as stream:

@@ -54,7 +54,7 @@ class RejectedRecord:
 
     name: str
     """Name of the record, "source[index]"."""
-    where: str
+    location: str
     """File and line or row, if the source has them."""
     reason: str
 
@@ -85,7 +85,7 @@ class DisplayedSample:
     """Sample as the model receives it."""
 
     name: str
-    where: str
+    location: str
     record_format: str
     spans: list[TokenSpan]
     sample_images: list[SampleImage]
@@ -199,24 +199,24 @@ class Inspector:
         """
         kind, _ = resolve_files(config, open_file_system(config.path, self._recipe.data))
         count, records = self._records(name, config)
-        found = SourceFindings(name, section, config, kind, count)
+        findings = SourceFindings(name, section, config, kind, count)
         for index, record in records:
-            self._inspect_record(found, index, record)
-        if not found.samples:
-            counts = f"none of its {found.read} records that were read is usable"
-            skipped = [*found.first_filtered.values(), *found.rejected]
+            self._inspect_record(findings, index, record)
+        if not findings.samples:
+            counts = f"none of its {findings.read} records that were read is usable"
+            skipped = [*findings.first_filtered.values(), *findings.rejected]
             raise no_usable_samples_error(
                 name,
                 counts,
                 [
                     r.reason
-                    if r.where and r.reason.startswith(r.where)
+                    if r.location and r.reason.startswith(r.location)
                     else f"{r.name}: {r.reason}"
                     for r in skipped
                 ],
             )
-        found.packs = self._pack(found)
-        return found
+        findings.packs = self._pack(findings)
+        return findings
 
     def _records(
         self, name: str, config: SourceConfig
@@ -240,11 +240,11 @@ class Inspector:
         return len(source), ((int(i), read(int(i))) for i in chosen)
 
     def _inspect_record(
-        self, found: SourceFindings, index: int, record: Record | CorruptSampleError
+        self, findings: SourceFindings, index: int, record: Record | CorruptSampleError
     ) -> None:
         """Count a record as used, filtered or corrupt."""
-        name = f"{found.name}[{index}]"
-        where = record.where if isinstance(record, Record) else ""
+        name = f"{findings.name}[{index}]"
+        location = record.location if isinstance(record, Record) else ""
         try:
             if isinstance(record, CorruptSampleError):
                 raise record
@@ -252,27 +252,29 @@ class Inspector:
             sample = self._reader.read(record)
             untruncated = self._unlimited_reader.read(record) if sample.text.truncated else sample
             if self._decode:
-                with record_errors_at(record.where):
+                with record_errors_at(record.location):
                     for file, image in zip(sample.files, sample.images, strict=True):
                         self._reader.pixels(file, image)
-            if not found.config.filter.keeps(len(sample.text.ids)):
-                found.filtered["outside of the `filter` of the source"] += 1
+            if not findings.config.filter.keeps(len(sample.text.ids)):
+                findings.filtered["outside of the `filter` of the source"] += 1
                 return
-            if len(found.displayed) < self._num_displayed:
-                found.displayed.append(self._make_displayed(name, record_format, record, sample))
+            if len(findings.displayed) < self._num_displayed:
+                findings.displayed.append(self._make_displayed(name, record_format, record, sample))
         except BeyondLimitError as error:
-            found.filtered[error.limit] += 1
-            found.first_filtered.setdefault(error.limit, RejectedRecord(name, where, str(error)))
+            findings.filtered[error.limit] += 1
+            findings.first_filtered.setdefault(
+                error.limit, RejectedRecord(name, location, str(error))
+            )
             return
         except CorruptSampleError as error:
-            found.rejected.append(RejectedRecord(name, where, str(error)))
+            findings.rejected.append(RejectedRecord(name, location, str(error)))
             return
         for content, items in sample.dropped.items():
-            before = found.dropped.get(content, (0, 0))
-            found.dropped[content] = before[0] + 1, before[1] + items
-        found.format_counts[record_format] += 1
-        meta = self._reader.meta(found.name, index, sample)
-        found.samples.append(self._sizes(meta, sample, untruncated))
+            before = findings.dropped.get(content, (0, 0))
+            findings.dropped[content] = before[0] + 1, before[1] + items
+        findings.format_counts[record_format] += 1
+        meta = self._reader.meta(findings.name, index, sample)
+        findings.samples.append(self._sizes(meta, sample, untruncated))
 
     def _sizes(
         self, meta: SampleMeta, sample: MeasuredSample, untruncated: MeasuredSample
@@ -302,11 +304,11 @@ class Inspector:
             sample_images.append(SampleImage(label, *displayed_images(self._reader, file, image)))
         tokens = count_placeholders(sample.files, sample.images)
         spans = split_token_spans(sample.text, tokens, self._tokenizer)
-        return DisplayedSample(name, record.where, record_format, spans, sample_images)
+        return DisplayedSample(name, record.location, record_format, spans, sample_images)
 
-    def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
+    def _pack(self, findings: SourceFindings) -> list[list[SampleMeta]]:
         data = self._recipe.data
-        metas = [sample.meta for sample in found.samples]
+        metas = [sample.meta for sample in findings.samples]
         tokens = [meta.tokens for meta in metas]
         tiles = [meta.tiles for meta in metas]
         if data.packing == "balanced":

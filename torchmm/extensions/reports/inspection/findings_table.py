@@ -65,72 +65,72 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
     return float((np.asarray(sizes) / fractions).max() / step_samples)
 
 
-def findings_table(found: SourceFindings) -> Table:
+def findings_table(findings: SourceFindings) -> Table:
     """Return the table of the findings of a source."""
-    table = Table(title=found.name, title_justify="left", show_header=False, box=None)
-    for label, text in source_rows(found).items():
+    table = Table(title=findings.name, title_justify="left", show_header=False, box=None)
+    for label, text in source_rows(findings).items():
         table.add_row(label, text.replace("\n", ", "))
     return table
 
 
-def source_rows(found: SourceFindings) -> dict[str, str]:
+def source_rows(findings: SourceFindings) -> dict[str, str]:
     """Return the findings about a source by label. A value has one line per metric."""
-    record_total = "a stream" if found.records is None else f"of {found.records:,} records"
+    record_total = "a stream" if findings.records is None else f"of {findings.records:,} records"
     format_counts = "\n".join(
-        f"{name} x{count}" for name, count in found.format_counts.most_common()
+        f"{name} x{count}" for name, count in findings.format_counts.most_common()
     )
-    if len(found.format_counts) == 1:
-        format_counts = next(iter(found.format_counts))
-    untruncated = found.column("untruncated_tokens")
-    tokens = found.column("tokens")
+    if len(findings.format_counts) == 1:
+        format_counts = next(iter(findings.format_counts))
+    untruncated = findings.column("untruncated_tokens")
+    tokens = findings.column("tokens")
     is_truncated = untruncated > tokens
     truncation = "none"
     if is_truncated.any():
         lost_fraction = 1 - tokens.sum() / untruncated.sum()
         truncation = f"{is_truncated.mean():.1%} of samples\n{lost_fraction:.1%} of tokens"
-    images = found.column("images")
+    images = findings.column("images")
     image_counts = "none"
     if images.any():
-        image_tokens = found.column("image_tokens").sum() / images.sum()
+        image_tokens = findings.column("image_tokens").sum() / images.sum()
         image_counts = (
             f"mean {images.mean():.2f}\nmax {images.max()}\n{image_tokens:.0f} tokens each"
         )
     flops: Counter[str] = Counter()
-    for sample in found.samples:
+    for sample in findings.samples:
         flops.update(sample.flops)
     work = (f"{name} {count / max(1, flops.total()):.1%}" for name, count in flops.items())
-    dropped = describe_dropped(found.dropped, len(found.samples))
+    dropped = describe_dropped(findings.dropped, len(findings.samples))
     return {
-        "source": f"{found.kind}, {found.section}, {found.config.path}",
+        "source": f"{findings.kind}, {findings.section}, {findings.config.path}",
         "record format": format_counts,
-        "records read": f"{found.read:,} ({record_total}), {len(found.rejected):,} rejected",
-        "filtered": "\n".join(describe_filtered(found.filtered, found.read)) or "none",
+        "records read": f"{findings.read:,} ({record_total}), {len(findings.rejected):,} rejected",
+        "filtered": "\n".join(describe_filtered(findings.filtered, findings.read)) or "none",
         "tokens": "\n".join(describe_lengths(untruncated)),
         "truncated at the sequence length": truncation,
         "truncated content": "\n".join(dropped) or "none",
-        "tokens in the loss": f"{found.column('loss_tokens').sum() / tokens.sum():.1%}",
+        "tokens in the loss": f"{findings.column('loss_tokens').sum() / tokens.sum():.1%}",
         "images, audio clips, frames": image_counts,
         "training FLOPs": "\n".join(work),
     }
 
 
-def rejected_lines(found: SourceFindings) -> list[str]:
+def rejected_lines(findings: SourceFindings) -> list[str]:
     """Return the first record beyond each limit and the first corrupt records, with reasons."""
     first = [
         f"  filtered: {_describe_rejection(rejection)}"
-        for rejection in found.first_filtered.values()
+        for rejection in findings.first_filtered.values()
     ]
     lines = [
         f"  {_describe_rejection(rejection)}"
-        for rejection in found.rejected[:MAX_DISPLAYED_REJECTIONS]
+        for rejection in findings.rejected[:MAX_DISPLAYED_REJECTIONS]
     ]
-    more = len(found.rejected) - len(lines)
+    more = len(findings.rejected) - len(lines)
     return [*first, *lines, f"  and {more} more"] if more else [*first, *lines]
 
 
 def _describe_rejection(rejection: RejectedRecord) -> str:
     """Return reason and location of a rejected record: file and line, or source and index."""
-    location = rejection.where or rejection.name
+    location = rejection.location or rejection.name
     return (
         rejection.reason
         if rejection.reason.startswith(location)

@@ -58,34 +58,34 @@ def write_data_report(path: Path, recipe: Recipe, findings: Sequence[SourceFindi
     )
 
 
-def _source_html(found: SourceFindings, length: int) -> str:
+def _source_html(findings: SourceFindings, length: int) -> str:
     table = "".join(
         f"<tr><th>{label}</th><td>{escape(text).replace(chr(10), '<br>')}</td></tr>"
-        for label, text in source_rows(found).items()
+        for label, text in source_rows(findings).items()
     )
     parts = [
-        f"<h2>{escape(found.name)}</h2><table>{table}</table>",
+        f"<h2>{escape(findings.name)}</h2><table>{table}</table>",
         "<h3>Lengths</h3>",
-        _histogram_svg(found.column("untruncated_tokens"), length),
-        *_rejected_table(found),
+        _histogram_svg(findings.column("untruncated_tokens"), length),
+        *_rejected_table(findings),
         "<h3>Packed sequences</h3>",
         "<p>The first packed sequences of this source, with one box per sample. Tokens of encoders "
         "are dark.</p>",
-        *(_sequence_svg(pack, length) for pack in found.packs),
-        "<h3>Samples as the model receives them</h3>" if found.displayed else "",
-        *(_sample_html(sample) for sample in found.displayed),
+        *(_sequence_svg(pack, length) for pack in findings.packs),
+        "<h3>Samples as the model receives them</h3>" if findings.displayed else "",
+        *(_sample_html(sample) for sample in findings.displayed),
     ]
     return "".join(parts)
 
 
-def _rejected_table(found: SourceFindings) -> Iterator[str]:
-    if not found.rejected:
+def _rejected_table(findings: SourceFindings) -> Iterator[str]:
+    if not findings.rejected:
         return
     yield "<h3>Rejected records</h3><table><tr><th>records</th><th>first</th><th>reason</th></tr>"
-    for count, first in found.reasons():
-        where = escape(first.where or first.name)
+    for count, first in findings.reasons():
+        location = escape(first.location or first.name)
         why = escape(first.reason)
-        yield f'<tr><td>{count:,}</td><td>{where}</td><td class="why">{why}</td></tr>'
+        yield f'<tr><td>{count:,}</td><td>{location}</td><td class="why">{why}</td></tr>'
     yield "</table>"
 
 
@@ -148,7 +148,7 @@ def _sample_html(sample: DisplayedSample) -> str:
     text = "".join(_span_html(span) for span in sample.spans)
     return (
         f'<div class="sample"><p>{escape(sample.name)} · {escape(sample.record_format)} · '
-        f'{escape(sample.where)}</p><div class="pictures">{figures}</div>'
+        f'{escape(sample.location)}</p><div class="pictures">{figures}</div>'
         f'<p class="text">{text}</p></div>'
     )
 

@@ -92,13 +92,13 @@ class RunContents(RunDirectory):
     @property
     def evaluations(self) -> list[Evaluation]:
         """Scores of exports, written by `evaluate.py`."""
-        found = []
+        results = []
         for line in self.read_text(RESULTS).splitlines():
             try:
-                found.append(parse_evaluation(line))
+                results.append(parse_evaluation(line))
             except ValueError as error:
                 self.skip(RESULTS, error)
-        return found
+        return results
 
     def points(self, key: str, scale: float = 1.0) -> list[CurvePoint]:
         """Return the values of a metric over the steps. "scores/NAME" is a score."""

@@ -116,15 +116,21 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
             points = downsample_curve(run.points(key, chart.scale))
             if not points:
                 continue
-            own = len(runs) == 1
-            name = label if own else f"{run.name}: {label}" if len(chart.curves) > 1 else run.name
+            is_single = len(runs) == 1
+            name = (
+                label
+                if is_single
+                else f"{run.name}: {label}"
+                if len(chart.curves) > 1
+                else run.name
+            )
             # In a comparison, a run has one color in all charts. Its curves have different line
             # styles.
             run_path = list(chart.curves).index(key)
             yield {
                 "name": name,
-                "colour": run_path if own else number,
-                "dash": 0 if own else run_path,
+                "colour": run_path if is_single else number,
+                "dash": 0 if is_single else run_path,
                 "points": points,
             }
 
@@ -226,12 +232,12 @@ def images_section(run: RunContents) -> str:
 
 def ranks_section(run: RunContents) -> str:
     """Return the slowest ranks over the quarters of the run, or "" for one rank."""
-    found = slowest_ranks(run.records, MAX_RANKS)
-    if found is None:
+    slowest = slowest_ranks(run.records, MAX_RANKS)
+    if slowest is None:
         return ""
-    head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
-    rows = {str(rank): shares for rank, shares in found.slowest_fractions.items()}
-    rows["time above the median rank"] = found.excess_fractions
+    head = "".join(f"<th>steps {first} to {last}</th>" for first, last in slowest.steps)
+    rows = {str(rank): shares for rank, shares in slowest.slowest_fractions.items()}
+    rows["time above the median rank"] = slowest.excess_fractions
     body = "".join(
         f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
         for label, shares in rows.items()
@@ -244,25 +250,25 @@ def ranks_section(run: RunContents) -> str:
 
 def memory_section(run: RunContents) -> str:
     """Return the measured and predicted memory peaks, for many ranks only the largest."""
-    found = run.memory()
-    if found is None:
+    peaks = run.memory()
+    if peaks is None:
         return ""
-    top_ranks = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:MAX_RANKS]
+    top_ranks = sorted(enumerate(peaks.ranks), key=lambda entry: -entry[1][0])[:MAX_RANKS]
     rows = ""
     for rank, (measured, predicted) in top_ranks:
         payload = ["", ""]
         if predicted:
             # The prediction excludes libraries, which use most of the memory of a small CPU
             # process.
-            share = "" if found.device == "cpu" else f"{measured / predicted:.0%}"
+            share = "" if peaks.device == "cpu" else f"{measured / predicted:.0%}"
             payload = [f"{predicted / GIB:.2f} GiB", share]
         cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *payload))
         rows += f"<tr><th>{rank}</th>{cells}</tr>"
     what = "allocated on the device"
-    if found.device == "cpu":
+    if peaks.device == "cpu":
         what = "of the complete process, including libraries that the prediction does not contain"
     return (
-        f"<p>Peak up to step {found.step:,} ({what}), and the simulated peak of the plan "
+        f"<p>Peak up to step {peaks.step:,} ({what}), and the simulated peak of the plan "
         "of that step:</p><table class='figures'><tr><th>rank</th><th>measured</th>"
         "<th>predicted</th>"
         f"<th>measured of predicted</th></tr>{rows}</table>"
@@ -286,9 +292,9 @@ def skipped_section(run: RunContents) -> str:
 def evaluations_section(run: RunContents) -> str:
     """Return the scores of exports."""
     rows = "".join(
-        f"<tr><td>{escape(found.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
-        for found in run.evaluations
-        for name, value in found.scores.items()
+        f"<tr><td>{escape(evaluation.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
+        for evaluation in run.evaluations
+        for name, value in evaluation.scores.items()
     )
     if not rows:
         return ""
@@ -354,7 +360,7 @@ def compare_metrics(runs: Sequence[RunContents]) -> dict[str, list[str]]:
     def newest(values: Sequence[float]) -> float:
         return values[-1]
 
-    wanted = (
+    metrics = (
         ("last loss", "loss", newest, "{:.4f}", 1.0),
         ("best validation loss", "validation_loss", best, "{:.4f}", 1.0),
         ("tokens/s (median)", "tokens_per_s", median, "{:,.0f}", 1.0),
@@ -369,22 +375,22 @@ def compare_metrics(runs: Sequence[RunContents]) -> dict[str, list[str]]:
         ("MFU (median)", "mfu", median, "{:.1f} %", 100.0),
         ("peak memory", "peak_memory_bytes", max, "{:.2f} GiB", 1 / GIB),
     )
-    found = {
+    table = {
         "state": [run.status.state if run.status else "unknown" for run in runs],
         "steps": [f"{len(run.records):,} of {run.steps:,}" for run in runs],
     }
-    for label, key, of, form, scale in wanted:
+    for label, key, reduce, form, scale in metrics:
         columns = [[value for _, value in run.points(key, scale)] for run in runs]
         if any(columns):
-            found[label] = [form.format(of(values)) if values else "" for values in columns]
-    return found
+            table[label] = [form.format(reduce(values)) if values else "" for values in columns]
+    return table
 
 
 def recipe_differences(runs: Sequence[RunContents]) -> dict[str, list[str]]:
     """Return the values of the keys that differ between runs, "" for missing keys."""
-    own = [dotted_values(run.recipe) for run in runs]
-    keys = sorted({key for values in own for key in values})
-    rows = {key: [_toml(v[key]) if key in v else "" for v in own] for key in keys}
+    recipes = [dotted_values(run.recipe) for run in runs]
+    keys = sorted({key for values in recipes for key in values})
+    rows = {key: [_toml(v[key]) if key in v else "" for v in recipes] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
