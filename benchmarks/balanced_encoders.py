@@ -70,10 +70,10 @@ from torchmm.data.steps.image_balance import ImageBalancedSteps, balance_images
 from torchmm.data.steps.plan_steps import StepPosition
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.exchange import data_parallel_feature_exchange
 from torchmm.parallel.mesh import build_mesh
 from torchmm.pipelining.plan.actions import COMPUTE
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -238,11 +238,11 @@ def run(setting: Setting, computing: bool) -> Found:
         for row in counts.reshape(-1, ranks)
     ]
     layout = plan_layout(config, modules, [m.meta for row in every for m in row])
-    stages = cut_for_rank(model, layout, 0)
+    stages = split_model_for_rank(model, layout, 0)
     parameters = sum(p.numel() for p in model.parameters())
     recompute, compiles = ActivationCheckpointConfig(), CompileConfig(enabled=False)
     parallelize(model, mesh, config, recompute, compiles, torch.float32)
-    exchange = data_parallel_exchange(mesh)
+    exchange = data_parallel_feature_exchange(mesh)
     pipelines = [
         Pipeline(model, stages, layout, modules, config, mesh, torch.float32, ranks_of_features)
         for ranks_of_features in (None, exchange)
@@ -279,8 +279,8 @@ def _in_steps(microbatches: Sequence[Microbatch], count: int) -> list[list[Micro
 
 def _sent(microbatch: Any) -> list[tuple[int, int]]:
     """Return the destination rank and the token count of each image."""
-    images = microbatch.task_meta.images_read_by("vision")
-    homes = microbatch.read_for["vision"]
+    images = microbatch.task_meta.images_of_encoder("vision")
+    homes = microbatch.image_sources["vision"]
     return [(home, image.tokens) for home, image in zip(homes, images, strict=True)]
 
 
@@ -346,7 +346,9 @@ def host_rows(steps: int) -> list[Row]:
         )
     ]
     metas = sample_vlm_s(MANY_RANKS)
-    sizes_I4 = ImageSizes.of([s for meta in metas for s in meta.samples], balance.names).sizes_I4
+    sizes_I4 = ImageSizes.from_samples(
+        [s for meta in metas for s in meta.samples], balance.names
+    ).sizes_I4
     home_I = np.repeat(np.arange(MANY_RANKS), [meta.image_count for meta in metas])
     used_s, owners = min(
         (cpu_s(lambda: balance.owners(sizes_I4, home_I, MANY_RANKS)) for _ in range(1 + steps)),

@@ -65,7 +65,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan, TensorSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_balanced_layout, megatron_layout
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 from torchmm.recipe.parallel_section import ParallelConfig
 
 OPTIMUS, FLOAT = OPTIMUS_SCHEDULE, torch.float32
@@ -203,7 +203,7 @@ class PlannedSleep(OurSleep):
                 TensorSpec(
                     (message_rows(task, graph, images[task.microbatch]), WIDTH),
                     FLOAT,
-                    graph.carries_gradient(message),
+                    graph.sends_gradient(message),
                 ),
             )
             for task in graph.tasks()
@@ -219,7 +219,7 @@ def played_s(work: SleepWork, choice: Choice | Made) -> float:
     total = 0.0
     for index in range(len(work.images)):
         graph, order = choice.plan(work, index)
-        records = uniform_timeline(order, graph, durations(graph, work, index), TRANSFER_S)
+        records = simulate_order(order, graph, durations(graph, work, index), TRANSFER_S)
         total += max(record.end_ms for record in records)
     return total
 

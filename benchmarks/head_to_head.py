@@ -159,7 +159,7 @@ def draw(workload: Workload, results: Sequence[Result], directory: Path) -> Path
     ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"head_to_head_{workload.name}.svg"
-    file.write_text(timelines_svg(f"{workload.title}, simulated", panels, join=True))
+    file.write_text(timelines_svg(f"{workload.title}, simulated", panels, merge=True))
     return file
 
 

@@ -52,12 +52,12 @@ from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import make_stage
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.layouts import ModuleLayers, StageSplit, build_layout
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.planning.executions import parameter_states
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
@@ -140,13 +140,13 @@ class Loss:
         head = Head(trained=True, linear=linear, norm="rms", rows=self.rows)
         norm = Head(trained=False, linear=(size.hidden, 0), norm="rms")
         setting = Setting(Execution(), size.dtype.itemsize)
-        found_N = head.kept_bytes(sizes, setting, weights=True)
-        found_N = found_N - norm.kept_bytes(sizes, setting, weights=False)
+        found_N = head.saved_bytes(sizes, setting, weights=True)
+        found_N = found_N - norm.saved_bytes(sizes, setting, weights=False)
         found_N = found_N + head.temporary_bytes(sizes, setting, has_backward=found_N > 0)
         return float(found_N[0]) - self.head.weight.nbytes
 
 
-def loss_rows(size: Size, pairs: int) -> list[Row]:
+def loss_chunk_targets(size: Size, pairs: int) -> list[Row]:
     """Return the rows about output head and cross entropy."""
     loss = Loss(size)
     ours = loss.peak_bytes(loss.in_chunks)
@@ -281,9 +281,9 @@ def step_bytes(mode: Recompute) -> tuple[float, float]:
     llm = model.llm.describe()
     count = len(llm.layers)
     shape = ModuleLayers("llm", "llm", (1.0,) * count, False, (True,) * count)
-    layout = build_layout([shape], {"llm": [Cut(count, (0,))]})
+    layout = build_layout([shape], {"llm": [StageSplit(count, (0,))]})
     modules = {module.name: module for module in small_llm().modality_modules()}
-    stages = cut_for_rank(model, layout, 0)
+    stages = split_model_for_rank(model, layout, 0)
     for stage in stages.values():
         apply_activation_checkpoint(stage, mode)
     materialize(model, "cpu")
@@ -337,7 +337,7 @@ def main() -> None:
     else:
         rows = [*state_rows(), *recompute_rows()]
         for size in QUICK if arguments.quick else SIZES:
-            rows += loss_rows(size, arguments.pairs)
+            rows += loss_chunk_targets(size, arguments.pairs)
     report(f"Memory, seed 0; {describe_machine(device)}", rows, arguments.json)
 
 

@@ -172,7 +172,7 @@ def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Ro
         ideal_ms = steps[UNLIMITED].makespan_ms
         case = f"{model.name}, {model.gpus} GPUs, {microbatches} microbatches"
         for name, step in steps.items():
-            kept_gib = max(step.kept_bytes(("vision",))) / 2**30
+            kept_gib = max(step.saved_bytes(("vision",))) / 2**30
             kept.setdefault(name, []).append(kept_gib)
             rows += [
                 Row(case, f"encoder activations, {name}", "GiB", kept_gib, better="lower",

@@ -31,7 +31,7 @@ from support.papers.paper_figures import Figure
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import microbatch_flops
-from torchmm.pipelining.schedules.layouts import balanced_cuts
+from torchmm.pipelining.schedules.layouts import balanced_split
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.read import resolve_sizes
 
@@ -71,7 +71,7 @@ def parallel_sizes() -> Section:
         parallel = recipe.parallel.model_copy(update=update)
         layout = resolve_sizes(parallel, sizes.gpus)
         printed = Figure(f"{sizes.source}, DP", sizes.data, "ranks")
-        note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor})"
+        note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor_parallel})"
         cells.append(Comparison(printed, layout.data_parallel, note, goal_percent=0))
     for gpus, row in paper.OPTIMUS_SCHEDULER.items():
         recipe = recipe_named("optimus_vit22b_gpt175b")
@@ -204,7 +204,7 @@ def partition_example() -> Section:
     example = paper.PIPEWEAVER_PARTITION
     costs = [example.encoder_layer_ms] * example.encoder_layers
     costs += [example.llm_layer_ms] * example.llm_layers
-    ends = [0, *accumulate(balanced_cuts(costs, example.stages))]
+    ends = [0, *accumulate(balanced_split(costs, example.stages))]
     stages = [sum(costs[start:stop]) for start, stop in pairwise(ends)]
     least, most = min(stages), max(stages)
     cells = [

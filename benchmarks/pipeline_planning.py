@@ -21,7 +21,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
+from torchmm.pipelining.schedules.registry import ORDERS, schedule_layout
 
 RANKS, MICROBATCHES = 8, 32
 GOAL_MS = 30.0

@@ -33,7 +33,7 @@ from torchmm.balance.image_shares import assign_images
 from torchmm.common.batch import Microbatch
 from torchmm.costs.flops import microbatch_flops
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.exchange import Counts
+from torchmm.parallel.exchange import ExchangeCounts
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.checks.validate import validate_plan
@@ -209,7 +209,7 @@ class SleepingShards:
     def __init__(self, name: str, order: str, work: SleepWork, model: ShardedSleeper) -> None:
         self.name, self.model = name, model
         self.llm_s = work.forward_s(0, LLM_LAYERS, 0)
-        self.steps: list[list[tuple[float, Counts | None]]] = []
+        self.steps: list[list[tuple[float, ExchangeCounts | None]]] = []
         """Forward time of the tower and exchanged images, by step and microbatch of this rank."""
         for images in work.images:
             tower_s = [work.forward_s(TOWER_LAYERS, 0, count) for count in images]
@@ -220,7 +220,7 @@ class SleepingShards:
     @staticmethod
     def _microbatch(
         order: str, work: SleepWork, images_R: list[int]
-    ) -> tuple[float, Counts | None]:
+    ) -> tuple[float, ExchangeCounts | None]:
         rank, counts = dist.get_rank(), None
         encoded = images_R[rank]
         if order == "balanced images":
@@ -228,7 +228,7 @@ class SleepingShards:
             owners = assign_images(np.ones(len(homes), np.int64), homes, len(images_R))
             sent = np.bincount(homes[owners == rank], minlength=len(images_R))
             received = np.bincount(owners[homes == rank], minlength=len(images_R))
-            counts = Counts(sent.tolist(), received.tolist())
+            counts = ExchangeCounts(sent.tolist(), received.tolist())
             encoded = sum(counts.sent)
         return work.forward_s(TOWER_LAYERS, 0, encoded), counts
 

@@ -52,7 +52,7 @@ from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.schedules import SEARCHED_SCHEDULE
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.processes import set_malloc_retention
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.actions import Action
@@ -173,7 +173,7 @@ def run_model_rank(setting: model_case.Setting, varied: bool) -> dict[str, Any]:
         setting: Sizes of the measurement.
         varied: Whether to use random image counts instead of those of real documents.
     """
-    keep_freed_memory()  # as training does
+    set_malloc_retention()  # as training does
     if varied:
         counts = varied_images(setting.steps, setting.microbatches)
         steps = steps_of(counts, VARIED_TOKENS)

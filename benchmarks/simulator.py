@@ -92,7 +92,7 @@ def forward_ms(graph: StageGraph, task: Task, rng: random.Random) -> float:
     layers = stage.stop - stage.start
     if stage.module == "llm":
         return 10.5 * layers * (0.9 + 0.2 * rng.random())
-    last = task.sub_microbatch == graph.parts(task.stage, task.microbatch) - 1
+    last = task.sub_microbatch == graph.task_count(task.stage, task.microbatch) - 1
     images = rng.randint(1, IMAGES_PER_PART) if last else IMAGES_PER_PART
     return 6.75 * layers * images / IMAGES_PER_PART
 

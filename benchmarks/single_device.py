@@ -43,7 +43,7 @@ from support.shapes import SHAPES, Shape
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -228,7 +228,7 @@ def _release_memory(device: torch.device) -> None:
 def _open_trainer(
     case: Case, captions: Captions, scratch: Path, device: torch.device
 ) -> Iterator[Trainer]:
-    run = resolve(_recipe(case, captions, scratch, device), 1)
+    run = resolve_recipe(_recipe(case, captions, scratch, device), 1)
     with StopSignal() as stop, redirect_stdout(io.StringIO()):  # the run's own start table
         model, tokenizer = build_meta_model(run)
         cut = choose_model_stages(run, model, tokenizer, device)

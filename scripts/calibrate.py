@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
-from torchmm.common.processes import launched
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
+from torchmm.common.processes import read_launch_environment
 from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.read import load_recipe
 
@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The replacements of these collectives are not available in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
-        log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
+        log_to_console(
+            make_console(stderr=True), read_launch_environment().rank or None, only_progress=True
+        )
         if options.fit_from_timeline:
             profile = _fit_to_steps(options)
         else:
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> Profile | None:
     """Return the measured profile on rank 0, and None on other ranks."""
-    with loading():
+    with report_imports():
         import torch
         import torch.distributed as dist
 
@@ -113,7 +115,7 @@ def _measure(options: argparse.Namespace) -> Profile | None:
         dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
     name = options.dtype or ("bfloat16" if cuda else "float32")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    with working("measuring this device"):
+    with report_progress("measuring this device"):
         found = measure(device, dtype, options.seconds, quick=options.quick)
     location, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
@@ -164,13 +166,13 @@ def _fit_to_steps(options: argparse.Namespace) -> Profile:
             "--fit-from-timeline requires --profile and --config, the recipe of the recorded steps"
         )
     recipe = load_recipe(options.config).recipe
-    with loading():
+    with report_imports():
         from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.balance.run_costs import run_costs
         from torchmm.pipelining.view.records import read_content, read_records
         from torchmm.planning.recipe_model import recipe_model
-        from torchmm.planning.resolved import resolve
+        from torchmm.planning.resolved_recipe import resolve_recipe
 
     profile, model = load_profile(options.profile), recipe_model(recipe)
     modules = [m.describe() for m in model.modality_modules()]
@@ -178,7 +180,7 @@ def _fit_to_steps(options: argparse.Namespace) -> Profile:
     if parallel.placement == "disaggregated" and options.world_size is None:
         raise ValueError("disaggregated modules: set the number of ranks with --world-size")
     ranks = options.world_size or parallel.pipeline * parallel.tensor
-    costs = run_costs(resolve(recipe, ranks), modules, profile)
+    costs = run_costs(resolve_recipe(recipe, ranks), modules, profile)
     observed: list[Observed] = []
     for path in options.fit_from_timeline:
         records, graph = read_records(path)

@@ -23,14 +23,14 @@ from torchmm.common.errors import PlanError
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.schedules.disaggregated import UnitSize
+from torchmm.pipelining.schedules.disaggregated import ModuleGroupSize
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.pipelining.schedules.separated import layer_durations
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
+from torchmm.pipelining.view.file_formats import write_chrome_trace, write_order
 from torchmm.pipelining.view.records import read_records
-from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
-from torchmm.planning.step import cut_modules, order_step
+from torchmm.pipelining.view.timeline import analyze_timeline, simulate_order
+from torchmm.planning.step import order_step, split_modules
 from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import Placement, schedules_for
@@ -156,10 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_unit(text: str) -> UnitSize:
+def _parse_unit(text: str) -> ModuleGroupSize:
     """Parse a unit size such as "2x3"."""
     pipeline, _, replicas = text.partition("x")
-    return UnitSize(int(pipeline), int(replicas or 1))
+    return ModuleGroupSize(int(pipeline), int(replicas or 1))
 
 
 def _name_value_parser(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
@@ -198,7 +198,7 @@ def _simulate_schedule(name: str, options: argparse.Namespace) -> Panel:
     modules = _modules(options, sum(images) / microbatches)
     config = _parallel_section(name, options, [module.name for module in modules])
     is_disaggregated = config.placement == "disaggregated"
-    layout = cut_modules(config, modules, options.units if is_disaggregated else None)
+    layout = split_modules(config, modules, options.units if is_disaggregated else None)
     parts = tuple(-(-count // options.sub_microbatch_images) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
     layers = layer_durations(graph)
@@ -218,7 +218,7 @@ def _simulate_schedule(name: str, options: argparse.Namespace) -> Panel:
     if options.csv is not None:
         _require_single(options.schedule, "--csv")
         write_order(options.csv, order, graph)
-    return Panel(name, uniform_timeline(order, graph, duration_ms, options.transfer_ms), layout)
+    return Panel(name, simulate_order(order, graph, duration_ms, options.transfer_ms), layout)
 
 
 def _microbatches(options: argparse.Namespace) -> int:
@@ -284,8 +284,8 @@ def _modules(options: argparse.Namespace, mean_images: float) -> list[ModuleLaye
                 (cost,) * count,
                 sub_microbatched=name != llm,
                 trainable=(trained,) * count,
-                pre_trainable=trained,
-                post_trainable=trained,
+                embedding_trainable=trained,
+                head_trainable=trained,
             )
         )
     return modules

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "emoji_scenes"
@@ -143,7 +143,7 @@ class CheckMachine:
             timer.start()
             printed = []
             try:
-                with working(f"running {script}"):
+                with report_progress(f"running {script}"):
                     for line in process.stdout or ():
                         printed.append(line)
                         yield line
@@ -309,7 +309,7 @@ CHECKS: dict[str, Callable[[CheckMachine], Iterator[ResultRow]]] = {
 
 def show_attention() -> None:
     """Print the operators that attention layers call for some head shapes."""
-    with loading():
+    with report_imports():
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -338,7 +338,7 @@ def show_families(names: list[str]) -> None:
     Args:
         names: Families to check; "-NAME" omits a family. If none is named, all are checked.
     """
-    with loading():
+    with report_imports():
         from support.captions import load_captions
         from support.cases.family_batches import renumbered
         from support.cases.family_cases import QUICK, families

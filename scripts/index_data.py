@@ -19,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading
+from torchmm.common.log import report_imports
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def list_index_builders(config: str, overrides: list[str], workers: int) -> list[IndexBuilder]:
     """Return the indices of all sources of the recipe, including validation sources."""
     recipe = load_recipe(config, overrides).recipe
-    with loading():
+    with report_imports():
         from torchmm.data.sources.open import make_reader, open_index_builders
         from torchmm.data.tokenizer import load_tokenizer
         from torchmm.models.build import build_model

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
-    from torchmm.planning.resolved import Resolved
+    from torchmm.planning.resolved_recipe import ResolvedRecipe
 
 
 def main() -> int:
@@ -55,11 +55,11 @@ def main() -> int:
 
 
 def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float]]:
-    with loading():
+    with report_imports():
         from torchmm.extensions.evaluation.ablation import image_losses, text_only_loss
         from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 
-    with working("measuring losses"):
+    with report_progress("measuring losses"):
         run = _read_run(run_dir)
         device = select_device(run.recipe.training.device)
         single = ParallelConfig()
@@ -74,11 +74,11 @@ def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float
     return rows + [("trained", name, losses[key]) for key, name in names.items()]
 
 
-def _read_run(run_dir: Path) -> Resolved:
-    from torchmm.planning.resolved import resolve
+def _read_run(run_dir: Path) -> ResolvedRecipe:
+    from torchmm.planning.resolved_recipe import resolve_recipe
 
     recipe = load_recipe(run_dir / "recipe.toml", [], world_size=1).recipe
-    return resolve(recipe.model_copy(update={"parallel": ParallelConfig()}), 1)
+    return resolve_recipe(recipe.model_copy(update={"parallel": ParallelConfig()}), 1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from torchmm.common.errors import CheckpointError
-from torchmm.common.log import log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_progress
 from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     checkpoints_at,
@@ -53,7 +53,7 @@ def main() -> int:
             print(f"{path}: no checkpoint found")
             damaged = True
         for checkpoint in checkpoints:
-            with working(f"reading {checkpoint}"):
+            with report_progress(f"reading {checkpoint}"):
                 problems = find_problems(checkpoint)
             print(f"{checkpoint}: {verdict(checkpoint)}" if problems else describe(checkpoint))
             for problem in problems:

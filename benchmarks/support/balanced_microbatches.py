@@ -9,7 +9,7 @@ import torch
 from torchmm.common.batch import EncoderInputs, ImageSizes, Microbatch
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import BalancedMicrobatch
+from torchmm.common.sequence_slices import BalancedMicrobatch
 from torchmm.data.items import Item
 from torchmm.data.steps.image_balance import assign_images
 from torchmm.data.steps.plan_steps import ImageBalancer
@@ -24,7 +24,7 @@ def balanced_microbatch(
         microbatches: Microbatch of each rank, with all pixels.
     """
     items = [Item(0, home, s) for home, m in enumerate(microbatches) for s in m.meta.samples]
-    sizes = ImageSizes.of([item.meta for item in items], balance.names)
+    sizes = ImageSizes.from_samples([item.meta for item in items], balance.names)
     homes_S = np.array([item.epoch for item in items], np.int64)
     assigned = assign_images(sizes, homes_S, balance, len(microbatches))
     encoded = assigned.of_rank(rank, lambda chosen: [items[i] for i in chosen])
@@ -35,7 +35,7 @@ def balanced_microbatch(
         images = [
             (m.generator if name == GENERATOR else m.encoders[name]).select(range(i, i + 1))
             for m in microbatches
-            for i in range(m.meta.images_of(name))
+            for i in range(m.meta.module_image_count(name))
         ]
         assigned_images = [
             image for image, owner in zip(images, of_images, strict=True) if owner == rank
@@ -50,11 +50,11 @@ def balanced_microbatch(
     generator = microbatch.generator and microbatch.generator.without_pixels()
     return BalancedMicrobatch(
         **values | {"encoders": shown, "generator": generator},
-        read=read,
-        drawn=drawn,
-        read_for=encoded.read_for,
-        read_by=encoded.read_by,
-        balanced_meta=encoded.task_meta(microbatch.meta),
+        rank_encoders=read,
+        rank_generator=drawn,
+        image_sources=encoded.image_sources,
+        image_owners=encoded.image_owners,
+        rank_meta=encoded.task_meta(microbatch.meta),
     )
 
 
@@ -65,7 +65,7 @@ def _joined(images: Sequence[EncoderInputs]) -> EncoderInputs:
         pixels=torch.cat([image.pixels for image in images]),
         grids_thw=[grid for image in images for grid in image.grids_thw],
         positions_K=torch.cat([image.positions_K for image in images]),
-        kept=kept or None,
+        tile_regions=kept or None,
     )
 
 
@@ -78,5 +78,5 @@ def _joined_drawings(images: Sequence[GeneratorInputs]) -> GeneratorInputs:
         grids_thw=[grid for image in images for grid in image.grids_thw],
         context_positions_K=torch.cat([image.context_positions_K for image in images]),
         contexts=[context for image in images for context in image.contexts],
-        counted=[is_counted for image in images for is_counted in image.counted],
+        in_loss=[is_counted for image in images for is_counted in image.counted],
     )

@@ -21,8 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import fully_shard
 
 from support.models.stock_pipeline import Split, StockSchedule
-from torchmm.common.batch import even_ranges
-from torchmm.parallel.exchange import Counts, exchange
+from torchmm.common.batch import split_evenly
+from torchmm.parallel.exchange import ExchangeCounts, exchange
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -103,7 +103,7 @@ class ShardedSleeper(nn.Module):
     def _sleep(module: nn.Linear, x: Tensor, seconds: float) -> Tensor:
         return Sleep.apply(x, module.weight.sum().reshape(1), (1, WIDTH), seconds)
 
-    def forward(self, tower_s: float, llm_s: float, images: Counts | None = None) -> Tensor:
+    def forward(self, tower_s: float, llm_s: float, images: ExchangeCounts | None = None) -> Tensor:
         """Run a microbatch.
 
         Args:
@@ -117,7 +117,7 @@ class ShardedSleeper(nn.Module):
             x = module(x, tower_s / len(self.tower))
         if images is not None:
             rows = x.expand(sum(images.sent) * ROWS_PER_IMAGE, WIDTH)
-            counts = Counts(*([n * ROWS_PER_IMAGE for n in counts] for counts in images))
+            counts = ExchangeCounts(*([n * ROWS_PER_IMAGE for n in counts] for counts in images))
             x = exchange(rows, counts, dist.group.WORLD).sum(0, keepdim=True)
         for module in self.llm:
             x = module(x, llm_s / len(self.llm))
@@ -216,15 +216,17 @@ class SleepStage(PipelineStage):
 
 def images_of(task: Task, graph: StageGraph, images: int) -> int:
     """Return the image count of a task, whose sub-microbatch has a part of `images`."""
-    if not graph.layout.has_parts(task.stage):
+    if not graph.layout.has_sub_microbatches(task.stage):
         return 0
-    return len(even_ranges(images, graph.parts(task.stage, task.microbatch))[task.sub_microbatch])
+    return len(
+        split_evenly(images, graph.task_count(task.stage, task.microbatch))[task.sub_microbatch]
+    )
 
 
 def message_rows(task: Task, graph: StageGraph, images: int) -> int:
     """Return the number of rows of the output of a task."""
     task_images = images_of(task, graph, images)
-    return task_images * ROWS_PER_IMAGE if graph.layout.has_parts(task.stage) else ROWS
+    return task_images * ROWS_PER_IMAGE if graph.layout.has_sub_microbatches(task.stage) else ROWS
 
 
 class OurSleep:
@@ -297,8 +299,8 @@ def chain_modules(work: SleepWork) -> list[ModuleLayers]:
             (images * work.image_s,) * TOWER_LAYERS,
             True,
             trainable=(trained,) * TOWER_LAYERS,
-            pre_trainable=trained,
-            post_trainable=trained,
+            embedding_trainable=trained,
+            head_trainable=trained,
         ),
         ModuleLayers("llm", "llm", (work.layer_s,) * LLM_LAYERS),
     ]

@@ -14,7 +14,7 @@ from fakecuda.races import races
 from fakecuda.records import Record, as_records, attention_kernels, host_waits
 from model_cases import ONE_SIZE_ENCODERS, build, make_inputs, pair_config
 
-from torchmm.common.batch import padded_images
+from torchmm.common.batch import cuda_graph_image_count
 from torchmm.models.encoder_graphs import EncoderGraphs
 from torchmm.models.layers import attention
 
@@ -331,7 +331,7 @@ def test_encoder_graphs_match_eager_layers(trained, embeddings):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(actual_sums, sums, rtol=1e-5, atol=1e-6)
     assert graphs.replays == len(counts) and not graphs.failure
-    assert len(graphs._graphs) == len({padded_images(n) for n in counts})
+    assert len(graphs._graphs) == len({cuda_graph_image_count(n) for n in counts})
 
 
 def test_padded_images_of_graph_have_no_gradient():

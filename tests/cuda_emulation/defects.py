@@ -9,9 +9,9 @@ from torchmm.extensions.async_tp.backends import _StartedCollective
 from torchmm.extensions.low_precision.cpu_offload import TransferStreams
 from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
+from torchmm.parallel.activation_offload import OffloadStreams
 from torchmm.parallel.fsdp import StepSharding
-from torchmm.parallel.host_inputs import InputStreams
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.run.runtime import _Clock
 from torchmm.pipelining.run.step_state import StepState
@@ -34,7 +34,7 @@ def missing_reduction_wait() -> None:
             stream = torch.cuda.current_stream
             torch.cuda.current_stream = torch.cuda.Stream  # another stream waits
             try:
-                torch_private.finish_reducing(self._root, reducing)
+                torch_compat.finish_reducing(self._root, reducing)
             finally:
                 torch.cuda.current_stream = stream
             self._set_reducing(False)
@@ -71,12 +71,12 @@ def serial_states() -> None:
 
 def freed_inputs() -> None:
     """Reuse the memory of an input before it is copied to the host."""
-    InputStreams.let_go = lambda self, guest: None
+    OffloadStreams.wait_for_offload = lambda self, guest: None
 
 
 def missing_input_wait() -> None:
     """Recompute a layer without waiting for its input."""
-    InputStreams.await_arrival = lambda self, guest: None
+    OffloadStreams.wait_for_prefetch = lambda self, guest: None
 
 
 def inputs_in_used_memory() -> None:
@@ -93,8 +93,8 @@ def inputs_in_used_memory() -> None:
         finally:
             torch.empty_like, guest.home = empty_like, home
 
-    original = InputStreams.bring
-    InputStreams.bring = bring
+    original = OffloadStreams.prefetch
+    OffloadStreams.prefetch = bring
 
 
 def serial_inputs() -> None:
@@ -109,8 +109,8 @@ def serial_inputs() -> None:
         original_bring(self, guest)
         guest.home.wait_event(guest.arrived)
 
-    original_send, original_bring = InputStreams.send, InputStreams.bring
-    InputStreams.send, InputStreams.bring = send, bring
+    original_send, original_bring = OffloadStreams.offload, OffloadStreams.prefetch
+    OffloadStreams.offload, OffloadStreams.prefetch = send, bring
 
 
 def early_checkpoint() -> None:

@@ -166,7 +166,7 @@ def main() -> None:
     # The default splits the states of small models into several chunks.
     low_precision_optimizer.CHUNK_ELEMENTS = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # Milliseconds on a GPU are minutes on a CPU without bfloat16 matmuls.
-    for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
+    for sizes in (preflight.MATMUL_SIZE, preflight.COPIED_ELEMENTS, preflight.GATHERED_ELEMENTS):
         sizes["cuda"] = sizes["cpu"]
     if os.environ.get("FAKECUDA_OFFLOAD"):
         offload_all()

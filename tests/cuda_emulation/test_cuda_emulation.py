@@ -280,13 +280,13 @@ def overlapped_copies(ranks: dict[int, list[Record]]) -> list[int]:
 
 def overlapped_reductions(ranks: dict[int, list[Record]]) -> list[int]:
     """Return the number of operations that overlap gradient reductions, by rank."""
-    source_file = "parallel/torch_private.py"
+    source_file = "parallel/torch_compat.py"
     return [operations_before_end(records, source_file) for records in ranks.values()]
 
 
 def overlapped_inputs(ranks: dict[int, list[Record]]) -> list[int]:
     """Return the number of operations that overlap copies of layer inputs, by rank."""
-    source_file = "parallel/host_inputs.py"
+    source_file = "parallel/activation_offload.py"
     return [operations_before_end(records, source_file) for records in ranks.values()]
 
 

@@ -20,10 +20,10 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.slices import TensorRanks
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.plan.slices import TensorParallelism
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.schedules.separated import separated
@@ -105,13 +105,13 @@ class Part:
         self.mesh, self.channels = of.mesh, of.channels
         self.model = unsharded_model(source, case.freeze)
         self.layout = layout(case)
-        self.stages = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
+        self.stages = split_model_for_rank(self.model, self.layout, self.mesh.plan_rank)
         plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
         parallelize(self.model, self.mesh, of.config, *plain)
         materialize(self.model, "cpu")
         init_weights(self.model, seed=1)
         self.copies = self.model.tied_replica_parameters()
-        assert bool(self.copies) == (self.mesh.pipeline_rank == case.pipeline - 1 > 0)
+        assert bool(self.copies) == (self.mesh.plan_rank == case.pipeline - 1 > 0)
         self.optimizer = optimizer_of(self.model)
 
     def train(self) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class Part:
             index: make_stage(stage, StepSharding(stage) if sharded else None)
             for index, stage in self.stages.items()
         }
-        runtime = PipelineRuntime(self.mesh.pipeline_rank, stages, self.channels)
+        runtime = PipelineRuntime(self.mesh.plan_rank, stages, self.channels)
         result = runtime.step(plan, share, loss_scale=1 / targets)
         losses = [float(loss) for loss in result.losses.values()]
         ranks = torch.tensor(sum(losses) / targets, dtype=torch.float64)
@@ -138,7 +138,7 @@ class Part:
         norm = global_grad_norm(group_by_replicas(self.model), self.mesh).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(ranks) / self.mesh.own.sizes.tensor, norm
+        return float(ranks) / self.mesh.module_mesh.sizes.tensor, norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the unsharded tensors of this rank in a checkpoint. Collective within a stage."""
@@ -154,21 +154,21 @@ def layout(case: Case) -> StageLayout:
             (1.0,) * 4,
             sub_microbatched=True,
             trainable=(trains["vision"],) * 4,
-            pre_trainable=trains["vision"],
+            embedding_trainable=trains["vision"],
         ),
         ModuleLayers(
             "llm",
             "llm",
             (1.0,) * 4,
             trainable=(trains["llm"],) * 4,
-            pre_trainable=trains["llm"],
-            post_trainable=trains["llm"],
+            embedding_trainable=trains["llm"],
+            head_trainable=trains["llm"],
             tied=True,
         ),
     ]
-    ranks = TensorRanks(case.tensor, case.sequence_parallel, case.sequence_parallel)
+    ranks = TensorParallelism(case.tensor, case.sequence_parallel, case.sequence_parallel)
     stage_layout = separated_layout(modules, case.pipeline, {"llm": case.segments})
-    return replace(stage_layout, tensor=dict.fromkeys(trains, ranks))
+    return replace(stage_layout, tensor_parallel=dict.fromkeys(trains, ranks))
 
 
 def unsharded_model(source: Path, freeze: tuple[str, ...] = ()) -> MultimodalModel:

@@ -14,7 +14,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -67,7 +67,7 @@ def build_searched(layout: dict[str, int], composite: str = "", **search: object
     model = unsharded_model(layers, tied, composite)
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
-    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, stage_layout, mesh.plan_rank)
     tuned = ActivationCheckpointConfig(mode="auto")  # has an effect only in tests that tune
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)

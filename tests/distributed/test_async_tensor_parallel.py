@@ -254,8 +254,8 @@ def _compile() -> dict[int, dict[str, float]]:
     config = MODEL.model_copy(deep=True)
     config.llm.config["num_hidden_layers"] = 2
     full, split = (build_model(config, FreezeConfig()) for _ in range(2))
-    overlap = AsyncStyles(Overlap("ring", mesh.own.tensor.get_group().group_name, 2))
-    apply_tensor_parallel(split.llm, mesh.own.tensor, True, overlap)
+    overlap = AsyncStyles(Overlap("ring", mesh.module_mesh.tensor.get_group().group_name, 2))
+    apply_tensor_parallel(split.llm, mesh.module_mesh.tensor, True, overlap)
     apply_activation_checkpoint(split.llm, "selective")
     for model in (full, split):
         materialize(model, "cpu")

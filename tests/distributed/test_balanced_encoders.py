@@ -11,7 +11,7 @@ from test_layouts import Case, compare_all
 from torchmm.common.batch import Microbatch
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.exchange import FeatureRanks
+from torchmm.parallel.exchange import FeatureExchange
 from torchmm.recipe.model_section import FreezeConfig
 
 
@@ -132,7 +132,7 @@ def test_wrong_features_change_the_loss():
 
 
 def _compare_with_wrong_features():
-    right, send = FeatureRanks.features, dist.all_to_all_single
+    right, send = FeatureExchange.exchange_features, dist.all_to_all_single
     exchanges = 0
 
     def wrong(self, features, row):
@@ -143,5 +143,5 @@ def _compare_with_wrong_features():
         exchanges += 1
         return send(*args, **kwargs)
 
-    FeatureRanks.features, dist.all_to_all_single = wrong, count
+    FeatureExchange.exchange_features, dist.all_to_all_single = wrong, count
     return compare_all([COMPOSITES[1]]), exchanges

@@ -46,7 +46,7 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run import stage
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import StageOutput
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
@@ -339,16 +339,16 @@ def _run_premature_reduction() -> str:
 def _send_wrong_features() -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     case = Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1)
-    to_all = stage._to_all
+    to_all = stage._send_to_all
 
     def wrong(output: Any, task: Task, graph: StageGraph) -> StageOutput:
         original = to_all(output, task, graph)
-        has_gradient = map(graph.carries_gradient, graph.outgoing(task))
+        has_gradient = map(graph.sends_gradient, graph.outgoing(task))
         pairs = zip(original.messages, has_gradient, strict=True)
         return StageOutput([m if sends else tuple(1.5 * t for t in m) for m, sends in pairs])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "_to_all", wrong)
+        patch.setattr(stage, "_send_to_all", wrong)
         problems, *_ = _compare(case, case.parallel, build_mesh(case.parallel, CPU))
     return problems
 
@@ -403,7 +403,7 @@ def _compare(
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [d.name for d in descriptions if d.kind == "encoder"]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
     parallelize(model, mesh, config, *plain, meshes=encoder_meshes(config, mesh, encoders))
     materialize(model, "cpu")
@@ -420,7 +420,7 @@ def _compare(
         result = pipeline.run(plan, share, loss_scale=1 / targets)
     single_case = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
     loss, gradients = shared_reference(single_case)
-    local_losses = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
+    local_losses = result.losses if mesh.module_mesh.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(local_losses, targets, loss)
     problems += _gradient_problems(model, gradients, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _validation_problems(pipeline, share, loss * targets, mesh)
@@ -429,10 +429,10 @@ def _compare(
     pixels = sum(e.pixels.nbytes - e.pixels.numel() for m in share for e in m.encoders.values())
     problems += _memory_problems(model, plan, tuning, counter.peak_bytes - pixels)
     forwards = [
-        a for a in plan.actions[mesh.pipeline_rank]
+        a for a in plan.actions[mesh.plan_rank]
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
     ]  # fmt: skip
-    program = plan.actions[mesh.pipeline_rank]
+    program = plan.actions[mesh.plan_rank]
     kinds = [a.type for a in program]
     reduced = kinds.index(ActionType.REDUCE_GRAD) if ActionType.REDUCE_GRAD in kinds else len(kinds)
     return problems, len(forwards), kinds[reduced:].count(ActionType.B)
@@ -468,7 +468,7 @@ def _validation_problems(
     losses = pipeline.losses(share)
     local = (
         sum(float(loss) for of_microbatch in losses.values() for loss in of_microbatch)
-        / mesh.own.sizes.tensor
+        / mesh.module_mesh.sizes.tensor
     )
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, local)

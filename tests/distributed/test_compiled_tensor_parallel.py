@@ -52,7 +52,7 @@ def _compile(
     section = {"modules": ["llm"], "rank": 3, "method": method}
     adapters = {"a": AdapterConfig.model_validate(section)} if method else {}
     full, sharded = (build_model(config, FreezeConfig(), adapters=adapters) for _ in range(2))
-    apply_tensor_parallel(sharded.llm, mesh.own.tensor, sequence_parallel)
+    apply_tensor_parallel(sharded.llm, mesh.module_mesh.tensor, sequence_parallel)
     compilation = Compilation("aot_eager")
     apply_activation_checkpoint(sharded.llm, "selective", compilation)
     for model in (full, sharded):

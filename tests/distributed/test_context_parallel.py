@@ -14,7 +14,7 @@ from test_layouts import Case, compare_all
 from test_llm_tensor_parallel import Case as Family
 
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
-from torchmm.common.row_slices import slice_ranges
+from torchmm.common.sequence_slices import slice_ranges
 from torchmm.models import llm
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
@@ -23,13 +23,13 @@ from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.rotary import sample_frequencies
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.context import (
-    ContextHeads,
-    ContextRanks,
+    ContextParallelHeads,
+    ContextParallelRanks,
     apply_context_parallel,
     context_problems,
 )
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -191,13 +191,13 @@ def test_wrong_convolution_filters_change_gradients():
 
 
 def _compare_with_other_filters():
-    original = ContextHeads.select_local_heads
+    original = ContextParallelHeads.select_local_heads
 
     def first_heads(self, values, heads):
         local = original(self, values, heads)
         return values[: len(local)] if values.ndim > 1 else local
 
-    ContextHeads.select_local_heads = first_heads
+    ContextParallelHeads.select_local_heads = first_heads
     return compare_all([case for case in CASES_OF_2 if case.name in (DELTA, CONVOLUTION)])
 
 
@@ -209,14 +209,14 @@ def test_missing_feature_gradients_change_encoder():
 
 
 def _compare_without_return():
-    original = ContextRanks.features
+    original = ContextParallelRanks.features
 
     def without_return(self, features, row):
         zero = sum(found_KD[:0].sum() for found_KD in features.values())
         detached = {name: found_KD.detach() for name, found_KD in features.items()}
         return {name: x_KD + zero for name, x_KD in original(self, detached, row).items()}
 
-    ContextRanks.features = without_return
+    ContextParallelRanks.features = without_return
     return compare_all(CASES_OF_2[:1])
 
 
@@ -249,8 +249,8 @@ def _compare(case: Family) -> dict[str, float]:
     batch = _with_images_in_meta(case.microbatch())
     descriptions = [module.describe() for module in shared.modality_modules()]
     layout = plan_layout(config, descriptions, [batch.meta])
-    stages = cut_for_rank(shared, layout, 0)
-    apply_context_parallel(shared, mesh.own.context)
+    stages = split_model_for_rank(shared, layout, 0)
+    apply_context_parallel(shared, mesh.module_mesh.context)
     materialize(shared, "cpu")
     init_weights(shared, seed=0)
     weights = full.state_dict()

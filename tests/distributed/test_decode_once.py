@@ -16,7 +16,7 @@ from test_train_generation import GENERATOR
 from tiny_recipe import records, tiny_recipe
 
 from torchmm.parallel.mesh import start_process_group
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.training import agreement
 from torchmm.training.build import build_run
 from torchmm.training.hooks import validation
@@ -140,7 +140,7 @@ def train_all(
     for name, layout in layouts.items():
         run_dir = root / f"{name}{alone}-{ranks}".replace(" ", "-").replace(",", "")
         recipe = tiny_recipe(run_dir, tokenizer, ranks, **changes_of(layout, data))
-        run = resolve(recipe, ranks)
+        run = resolve_recipe(recipe, ranks)
         model, words = build_meta_model(run)
         cut = choose_model_stages(run, model, words, torch.device("cpu"))
         if not torch.distributed.is_initialized():

@@ -33,7 +33,7 @@ from torchmm.parallel.mesh import ParallelMesh, start_process_group
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -257,10 +257,10 @@ def _generated_image(model: MultimodalModel, batch: list[Microbatch]) -> torch.T
     """Generate an image in one step from noise."""
     inputs, generator = batch[2].generator, model.generator
     assert inputs is not None and generator is not None
-    x = inputs.drawn_noise_PV
+    x = inputs.target_noise_PV
     encoded = inputs.latent_values > 0
     times = [1.0] * len(inputs.times)
-    inputs = replace(inputs, patches_PV=x, noise_PV=x, times=times, encoded=encoded)
+    inputs = replace(inputs, patches_PV=x, noise_PV=x, times=times, is_encoded=encoded)
     _, context = model.llm(batch[2], model.encode(batch[2]))
     end = x - generator.velocity(inputs, context)
     return generator.latent_decoder(end, inputs.grids_thw) if encoded else end
@@ -280,9 +280,9 @@ def compare(case: Case) -> list[str]:
     config = ParallelConfig.model_validate(settings)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.units)
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     (module,) = {layout.stages[index].module for index in stages}
-    assert mesh.own.sizes == case.units[module]
+    assert mesh.module_mesh.sizes == case.units[module]
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
     parallelize(model, mesh, config, *plain)
     filled(model)
@@ -303,10 +303,10 @@ def compare(case: Case) -> list[str]:
 def _loss_problems(
     actual: dict[str, torch.Tensor], expected: Reference, mesh: ParallelMesh
 ) -> list[str]:
-    share = mesh.samples_ranks / mesh.own.sizes.tensor
+    share = mesh.ranks_per_sample / mesh.module_mesh.sizes.tensor
     problems = []
     for name, loss in {**expected.losses, "": expected.loss}.items():
-        (total,) = mesh.sum_over_data([actual[name].item() * share])
+        (total,) = mesh.sum_over_data_parallel([actual[name].item() * share])
         if abs(total - loss) > 1e-5 * abs(loss):
             problems.append(f"loss {name} {total}, expected {loss}")
     return problems
@@ -361,7 +361,7 @@ def _problems_without_gradients(
         if abs(losses[name] / loss - 1) > 1e-5:
             problems.append(f"held-out {name} loss {losses[name]}, expected {loss}")
     logits = pipeline.next_token_logits(microbatch)
-    if (mesh.rank == mesh.global_rank(pipeline.last_rank("llm"))) and logits is None:
+    if (mesh.rank == mesh.first_global_rank(pipeline.last_rank("llm"))) and logits is None:
         problems.append("no logits")
     if expected.image is not None:
         generated = generate_pixels(pipeline, microbatch, mesh, steps=1)

@@ -342,9 +342,9 @@ def _compare(case: Case) -> dict[str, float]:
     freeze = ("eye",) if case.frozen else ()
     full, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
-    group = mesh.own.tensor.get_group().group_name
+    group = mesh.module_mesh.tensor.get_group().group_name
     overlap = AsyncStyles(Overlap("ring", group, case.chunks)) if case.chunks else None
-    apply_tensor_parallel(_encoder(split), mesh.own.tensor, case.sequence_parallel, overlap)
+    apply_tensor_parallel(_encoder(split), mesh.module_mesh.tensor, case.sequence_parallel, overlap)
     if case.recomputed:
         apply_activation_checkpoint(_encoder(split), "full")
     errors = {}
@@ -368,7 +368,7 @@ def _compare_sharded(case: Case) -> dict[str, float]:
     family = case.family
     full, split = (_build(family, adapted=case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=2))
-    apply_fsdp(_encoder(split), mesh.own.fsdp, torch.float32)
+    apply_fsdp(_encoder(split), mesh.module_mesh.fsdp, torch.float32)
     for model in (full, split):
         _fill(model)
     for rank, grids in enumerate((GRIDS[family][0], GRIDS[family][-1])):

@@ -22,7 +22,7 @@ from transformers import (
 
 from torchmm.extensions.evaluation.ablation import image_losses, text_only_loss
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -74,7 +74,7 @@ def train_and_compare(recipes: list[Recipe], ports: list[int]) -> dict[str, floa
     device = select_device("cpu")
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
-    run = resolve(recipes[0], mesh.world_size)
+    run = resolve_recipe(recipes[0], mesh.world_size)
     run_dir = Path(recipes[0].output_dir) / recipes[0].name
     return {
         "text": text_only_loss(run, mesh),

@@ -22,7 +22,7 @@ from test_schedule_equality import Reference, _gradient_problems
 from torch import Tensor
 
 from torchmm.balance.image_shares import ImageBalance
-from torchmm.common import row_slices
+from torchmm.common import sequence_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.extensions.evaluation.generated_images import generate_pixels
@@ -31,9 +31,9 @@ from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.exchange import data_parallel_feature_exchange
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import (
     AutoencoderConfig,
     FreezeConfig,
@@ -191,7 +191,7 @@ def a_microbatch(seed: int, read: int, targets: int, tokens: int, latents: str =
         grids_thw=[meta.grid_thw for _, meta in images],
         context_positions_K=torch.cat(positions),
         contexts=[meta.context for _, meta in images],
-        counted=[number != 1 for number in range(targets)],
+        in_loss=[number != 1 for number in range(targets)],
         latent_values=LATENT_VALUES if latents else 0,
     )
     return replace(batch, generator=inputs, meta=replace(batch.meta, samples=tuple(samples)))
@@ -246,12 +246,12 @@ def generate_on_one_process(shape: Shape) -> Tensor:
     model = filled(a_model("nothing", shape))
     batch = a_batch(0, shape.latents)[2]
     inputs = batch.generator
-    x = inputs.drawn_noise_PV
+    x = inputs.target_noise_PV
     with torch.no_grad():
         for step in (2, 1):
             times = [step / 2] * len(inputs.times)
             encoded = bool(shape.latents)
-            now = replace(inputs, patches_PV=x, noise_PV=x, times=times, encoded=encoded)
+            now = replace(inputs, patches_PV=x, noise_PV=x, times=times, is_encoded=encoded)
             _, context = model.llm(batch, model.encode(batch))
             x = x - model.generator.velocity(now, context) / 2
         return model.generator.latent_decoder(x, inputs.grids_thw) if shape.latents else x
@@ -344,14 +344,14 @@ def test_wrong_contexts_change_loss():
 
 def _compare_with_wrong_contexts() -> tuple[list[str], bool]:
     """Return the problems if tokens arrive in reverse order, and whether ranks exchange any."""
-    original, moved = row_slices._context_route, []
+    original, moved = sequence_slices._context_route, []
 
     def wrong(microbatch, ranks):
         route = original(microbatch, ranks)
-        moved.append(sum(microbatch.read_for["generator"]) not in (0, route.received[0]))
+        moved.append(sum(microbatch.image_sources["generator"]) not in (0, route.received[0]))
         return route._replace(rows_K=route.rows_K.flip(0))
 
-    row_slices._context_route = wrong
+    sequence_slices._context_route = wrong
     [(_, problems)] = compare_all("fsdp2, balanced", CASES["fsdp2, balanced"][:1])
     return problems, any(moved)
 
@@ -406,11 +406,11 @@ def compare(
     model = a_model(case.freeze, shape)
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in steps[0].batch])
-    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, stage_layout, mesh.plan_rank)
     recompute = ActivationCheckpointConfig.model_validate({"mode": case.recompute})
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     filled(model)
-    exchange = data_parallel_exchange(mesh) if case.balance else None
+    exchange = data_parallel_feature_exchange(mesh) if case.balance else None
     pipeline = Pipeline(
         model, stages, stage_layout, descriptions, config, mesh, torch.float32, exchange
     )
@@ -430,9 +430,9 @@ def compare(
             pipeline.plan_training(share), share, reference.targets, reference.images
         )
         losses = [outcome.loss, *(outcome.losses[name] for name in WEIGHTS)]
-        local = [loss.item() * mesh.pipeline_size for loss in losses]
+        local = [loss.item() * mesh.plan_size for loss in losses]
         expected = [reference.loss, *(reference.by_module[name] for name in WEIGHTS)]
-        for actual, loss in zip(mesh.sum_over_data(local), expected, strict=True):
+        for actual, loss in zip(mesh.sum_over_data_parallel(local), expected, strict=True):
             if abs(actual - loss) > 1e-5 * max(abs(loss), 1e-3):
                 problems.append(f"step {number}: loss {actual}, expected {loss}")
         problems += _gradient_problems(number, model, reference, mesh)
@@ -455,6 +455,6 @@ def compare_without_gradients(
             problems.append(f"held-out {name} loss {loss}, expected {expected.by_module[name]}")
     if (error := (generated - image).norm() / image.norm()) > 1e-5:
         problems.append(f"the generated image differs by {error}")
-    if mesh.pipeline_rank == pipeline.last_rank("llm") and logits is None:
+    if mesh.plan_rank == pipeline.last_rank("llm") and logits is None:
         problems.append("no logits")
     return problems

@@ -21,7 +21,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -64,7 +64,7 @@ class SearchedRun:
         self.mesh, self.expected, self.model = mesh, expected, a_model(freeze, SHAPE)
         descriptions = [module.describe() for module in self.model.modality_modules()]
         layout = plan_layout(config, descriptions, [m.meta for m in expected[0].batch])
-        stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
+        stages = split_model_for_rank(self.model, layout, mesh.plan_rank)
         tuned = ActivationCheckpointConfig(mode="auto")
         parallelize(self.model, mesh, config, tuned, CompileConfig(), torch.float32)
         filled(self.model)
@@ -89,7 +89,7 @@ class SearchedRun:
         self.model.zero_grad(set_to_none=True)
         step = TrainStep(self.pipeline, self.mesh, weights)
         outcome = step.run(plan, batch, reference.targets, reference.images)
-        loss = self.mesh.sum_over_data([outcome.loss.item() * self.mesh.pipeline_size])[0]
+        loss = self.mesh.sum_over_data_parallel([outcome.loss.item() * self.mesh.plan_size])[0]
         problems = (
             [] if abs(loss / reference.loss - 1) <= 1e-5 else [f"{loss}, not {reference.loss}"]
         )

@@ -130,10 +130,10 @@ def compare(case: Case) -> dict[str, float]:
     mesh = mesh_for(ParallelConfig(shard=shard, tensor=2))
     full, split = (a_model(case.activation, case.freeze) for _ in range(2))
     assert split.generator is not None
-    apply_tensor_parallel(split.generator, mesh.own.tensor, case.sequence_parallel)
+    apply_tensor_parallel(split.generator, mesh.module_mesh.tensor, case.sequence_parallel)
     apply_activation_checkpoint(split.generator, case.recompute)
     if case.sharded:
-        apply_fsdp(split.generator, mesh.own.fsdp, torch.float32)
+        apply_fsdp(split.generator, mesh.module_mesh.fsdp, torch.float32)
     results: list[dict[str, Tensor]] = []
     for model in (full, split):
         fill(model)
@@ -211,7 +211,7 @@ def saved_activation_bytes() -> dict[bool, tuple[float, float, float]]:
         generator = model.generator
         assert generator is not None
         description = generator.describe()
-        apply_tensor_parallel(generator, mesh.own.tensor, sliced)
+        apply_tensor_parallel(generator, mesh.module_mesh.tensor, sliced)
         fill(model)
         saved_bytes = measured_bytes(generator, inputs)
         predicted = [
@@ -246,4 +246,4 @@ def predicted_bytes(description: ModuleDescription, execution: Execution) -> flo
     images = [GeneratedMeta((1, 24, 24), 16)] * 2
     sizes = generator_sizes([images], padding=True)
     costs = model.stage_costs(description, 0, len(description.layers), sizes, True)
-    return float(costs.kept_bytes[0])
+    return float(costs.saved_bytes[0])

@@ -15,7 +15,7 @@ from torchmm.models.multimodal import materialize
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import LayerSharding
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -132,7 +132,7 @@ def _count_collectives(reduction: str) -> tuple[int, int, int]:
     model = case.model()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in case.batch])
-    stages = cut_for_rank(model, layout, 0)
+    stages = split_model_for_rank(model, layout, 0)
     plain = ActivationCheckpointConfig(mode="none"), CompileConfig()
     parallelize(model, mesh, config, *plain, torch.float32)
     materialize(model, "cpu")

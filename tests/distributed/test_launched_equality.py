@@ -27,7 +27,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.collectives import Exchange
+from torchmm.parallel.tensor.collectives import HookedCollectives
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -105,7 +105,7 @@ def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, li
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     ahead.Ahead = CountingAhead  # type: ignore[misc]
     if broken:
-        Exchange.sum = lambda self, x: x  # type: ignore[method-assign]
+        HookedCollectives.sum = lambda self, x: x  # type: ignore[method-assign]
     results = []
     for case in cases:
         config, mesh = _pieces(case)
@@ -113,8 +113,8 @@ def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, li
         CountingAhead.executed = 0
         problems, *_ = _compare(case, config, mesh, partial(_launch, plans, config))
         planned = sum(
-            sum(plans[0].launches[llm].pieces)
-            for llm in plans[0].actions[mesh.pipeline_rank]
+            sum(plans[0].launches[llm].pieces_per_collective)
+            for llm in plans[0].actions[mesh.plan_rank]
             if llm in plans[0].launches
         )
         results.append((case, problems, planned, CountingAhead.executed))
@@ -184,7 +184,7 @@ def _launch_too_early(config: ParallelConfig, plan: PipelinePlan) -> PipelinePla
             a for a in compute if a.stage not in encoders and a.microbatch == backward.microbatch
         )
         launches[llm] = launched.launches[next(iter(launched.launches))]._replace(
-            begins=(backward,), pieces=(9, 9)
+            encoder_actions=(backward,), pieces_per_collective=(9, 9)
         )
     valid = {llm: launch for llm, launch in launches.items() if launch is not None}
     wrong = replace(launched, launches=valid)
@@ -229,8 +229,8 @@ def _compare_family(
     def meanwhile() -> None:
         calls[-1] += 1
 
-    tensor = mesh.own.tensor
-    apply_tensor_parallel(split.llm, tensor, sequence_parallel, meanwhile=meanwhile)
+    tensor = mesh.module_mesh.tensor
+    apply_tensor_parallel(split.llm, tensor, sequence_parallel, overlap_hook=meanwhile)
     materialize(split, "cpu")
     init_weights(split, seed=0)
     weights = full.state_dict()

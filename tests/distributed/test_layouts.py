@@ -21,10 +21,10 @@ from torchmm.models.layers import loss as loss_in_chunks
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.exchange import data_parallel_feature_exchange
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor import low_rank
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -98,7 +98,7 @@ class Case:
             adapters["some"] = AdapterConfig.model_validate(section)
         model = build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
         if self.chunked_loss is None:
-            model.llm.sharded_loss_rows = 7
+            model.llm.sharded_loss_chunk_targets = 7
         return model
 
 
@@ -379,13 +379,13 @@ def test_exchange_to_wrong_experts_changes_gradients():
 
 
 def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, float]]]:
-    original = expert._announce
+    original = expert._exchange_counts
 
     def shifted(expert_S, experts, group):
         counts, arriving_R = original(expert_S, experts, group)
         return counts, (arriving_R + 1) % experts
 
-    expert._announce = shifted
+    expert._exchange_counts = shifted
     return compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
 
 
@@ -438,10 +438,12 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     model = case.model()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     for stage in stages.values():
-        assert stage.name != "llm" or stage.loss_rows == 7 * bool(case.chunked_loss)
-        assert stage.name != "llm" or stage.sharded_loss_rows == 7 * (case.chunked_loss is None)
+        assert stage.name != "llm" or stage.loss_chunk_targets == 7 * bool(case.chunked_loss)
+        assert stage.name != "llm" or stage.sharded_loss_chunk_targets == 7 * (
+            case.chunked_loss is None
+        )
     recompute = ActivationCheckpointConfig(mode=case.recompute)
     compiles = CompileConfig(enabled=case.compiled, backend="aot_eager")
     parallelize(model, mesh, config, recompute, compiles, torch.float32)
@@ -449,7 +451,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     init_weights(model, seed=1)
     _starve_experts(model, case)
     _randomize_adapters(model)
-    exchange = data_parallel_exchange(mesh) if case.balance else None
+    exchange = data_parallel_feature_exchange(mesh) if case.balance else None
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32, exchange)
     rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
     share = batch[rank::ranks]
@@ -461,8 +463,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         ]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
     # One pipeline rank has the loss, and context-parallel ranks have partial sums of it.
-    copies = mesh.pipeline_size * mesh.context_size
-    total_loss = mesh.sum_over_data([local_loss.item() * copies])[0]
+    copies = mesh.plan_size * mesh.context_size
+    total_loss = mesh.sum_over_data_parallel([local_loss.item() * copies])[0]
     norm = global_grad_norm(group_by_replicas(model), mesh).item()
 
     expected_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
@@ -475,14 +477,14 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         error = _relative_error(_full(parameter.grad), expected.pop(original), expected_norm)
         if not error <= gradient_limit(name):
             errors[name] = error
-    if mesh.pipeline_size == 1:
+    if mesh.plan_size == 1:
         assert not expected, f"{case.name}: parameters {sorted(expected)} are missing"
     return case.name, abs(total_loss / loss - 1), abs(norm / expected_norm - 1), errors
 
 
 def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[MultimodalModel, float]:
     model = case.model()
-    model.llm.loss_rows = 0
+    model.llm.loss_chunk_targets = 0
     materialize(model, "cpu")
     init_weights(model, seed=1)
     _starve_experts(model, case)

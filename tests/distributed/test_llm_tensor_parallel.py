@@ -104,9 +104,11 @@ def _compare(case: Case) -> dict[str, float]:
     mesh = mesh_for(ParallelConfig(shard=1, tensor=2))
     overlap = None
     if case.chunks:
-        overlap = AsyncStyles(Overlap("ring", mesh.own.tensor.get_group().group_name, case.chunks))
+        overlap = AsyncStyles(
+            Overlap("ring", mesh.module_mesh.tensor.get_group().group_name, case.chunks)
+        )
     for module in split.modality_modules():
-        apply_tensor_parallel(module, mesh.own.tensor, case.sequence_parallel, overlap)
+        apply_tensor_parallel(module, mesh.module_mesh.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")
     init_weights(split, seed=0)
     weights = full.state_dict()

@@ -22,7 +22,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.parallel import fsdp, precision
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
@@ -123,7 +123,7 @@ def build(run: Run, seed: int) -> tuple[MultimodalModel, Pipeline]:
     descriptions = [module.describe() for module in model.modality_modules()]
     batch = run.case.batch[: run.microbatches]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     recompute = ActivationCheckpointConfig(mode=run.case.recompute)
     compiled = CompileConfig(enabled=run.compiles, backend="aot_eager")
     parallelize(model, mesh, config, recompute, compiled, torch.bfloat16)
@@ -176,8 +176,8 @@ class Training:
 
 
 def train(run: Run, shards: bool) -> TrainingResult:
-    precision.SMALL = run.small
-    precision.TOGETHER = 5_000  # several chunks
+    precision.SMALL_GRADIENT_ELEMENTS = run.small
+    precision.BATCHED_ELEMENTS = 5_000  # several chunks
     training = Training(run, shards)
     model = training.model
     parameters = [p for p in model.parameters() if p.requires_grad]

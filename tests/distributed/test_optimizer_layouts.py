@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchmm.extensions.low_precision import low_precision_optimizer, state_formats
-from torchmm.parallel.torch_private import placed_like
-from torchmm.planning.resolved import resolve
+from torchmm.parallel.torch_compat import dtensor_like
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
@@ -122,7 +122,7 @@ def step(
             starts = [*parameter.__create_chunk_list__()[0].offsets]
             sizes = parameter.to_local().shape
             local_slices = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
-            gradient = placed_like(
+            gradient = dtensor_like(
                 gather_tensors[local_slices].contiguous(), parameter, parameter.shape
             )
         parameter.grad = gradient
@@ -261,7 +261,7 @@ def test_comparison_detects_optimizer_defects():
 
 def train_and_save(recipe: Recipe, directory: Path) -> None:
     """Train a rank and save its final weights."""
-    run = resolve(recipe, 2)
+    run = resolve_recipe(recipe, 2)
     model, tokenizer = build_meta_model(run)
     cut = choose_model_stages(run, model, tokenizer, torch.device("cpu"))
     run_rank(run, model, tokenizer, cut, directory / os.environ["RANK"])

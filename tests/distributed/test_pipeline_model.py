@@ -164,7 +164,7 @@ def check_copies(part: Part) -> list[str]:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, digests)
     first, last = part.mesh.plan_ranks[0][0], part.mesh.plan_ranks[-1][0]
-    if part.mesh.pipeline_size > 1 and by_rank[first][EMBEDDING] != by_rank[last][REPLICA]:
+    if part.mesh.plan_size > 1 and by_rank[first][EMBEDDING] != by_rank[last][REPLICA]:
         return ["the embedding replica differs"]
     return []
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from launch import run_distributed
 
 from torchmm.parallel.health import preflight
-from torchmm.parallel.health.preflight import TESTS, check_ranks, slow_ranks
+from torchmm.parallel.health.preflight import TESTS, check_ranks, describe_slow_ranks
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -23,26 +23,30 @@ def rates(product: float, gather: float = math.nan) -> tuple[float, ...]:
 
 
 def test_slow_rank_is_reported_with_host():
-    lines = slow_ranks([rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5)
+    lines = describe_slow_ranks(
+        [rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5
+    )
     assert lines == ["rank 2 on n2: matmuls at 30 TFLOP/s, 3.3 times slower than usual (100)"]
-    assert not slow_ranks([rates(100), rates(99), rates(70), rates(101)], HOSTS, [range(4)], 1.5)
+    assert not describe_slow_ranks(
+        [rates(100), rates(99), rates(70), rates(101)], HOSTS, [range(4)], 1.5
+    )
 
 
 def test_slower_of_two_ranks_is_reported():
-    lines = slow_ranks([rates(100), rates(30)], HOSTS, [range(2)], 1.5)
+    lines = describe_slow_ranks([rates(100), rates(30)], HOSTS, [range(2)], 1.5)
     assert [line.split(":")[0] for line in lines] == ["rank 1 on n1"]
 
 
 def test_ranks_of_different_modules_are_not_compared():
     four = [rates(30), rates(30), rates(100, 5.0), rates(100, 1.0)]
-    assert len(slow_ranks(four, HOSTS, [range(4)], 1.5)) == 3
-    (line,) = slow_ranks(four, HOSTS, [range(2), range(2, 4)], 1.5)
+    assert len(describe_slow_ranks(four, HOSTS, [range(4)], 1.5)) == 3
+    (line,) = describe_slow_ranks(four, HOSTS, [range(2), range(2, 4)], 1.5)
     assert line.startswith("rank 3 on n2: all-gather over pipeline at 1 GB/s")
 
 
 def test_long_rank_list_is_truncated():
     many = [rates(1.0)] * 20 + [rates(100.0)] * 30
-    lines = slow_ranks(many, ["n"] * 50, [range(50)], 1.5)
+    lines = describe_slow_ranks(many, ["n"] * 50, [range(50)], 1.5)
     assert len(lines) == 9 and lines[-1] == "and 12 more"
 
 

@@ -266,7 +266,7 @@ class _DroppingStage(ToyStage):
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
         output = super().forward(task, inputs, microbatch, graph)
-        if graph.parts(task.stage, task.microbatch) > 1 and task.sub_microbatch == 1:
+        if graph.task_count(task.stage, task.microbatch) > 1 and task.sub_microbatch == 1:
             factor = 0.0 if self.lost == "outputs" else 1.0
             output.messages = [
                 (first.detach() * factor, *others) for first, *others in output.messages

@@ -23,7 +23,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import schedules_for
@@ -183,7 +183,7 @@ def _compare(
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in references[0].batch])
     if (case.freeze, layout) not in parts:
-        stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+        stages = split_model_for_rank(model, layout, mesh.plan_rank)
         plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
         parallelize(model, mesh, config, *plain)
         parts[case.freeze, layout] = _filled(model), stages
@@ -195,7 +195,7 @@ def _compare(
         model.zero_grad(set_to_none=True)
         share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
         outcome = step.run(pipeline.plan_training(share), share, reference.targets)
-        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        loss = mesh.sum_over_data_parallel([outcome.loss.item() * mesh.plan_size])[0]
         if abs(loss / reference.loss - 1) > 1e-5:
             problems.append(f"step {number}: loss {loss}, expected {reference.loss}")
         problems += _gradient_problems(number, model, reference, mesh)

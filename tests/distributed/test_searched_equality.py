@@ -63,8 +63,8 @@ def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int
         plan = plan_pipeline_step(searched_model.pipeline, metas, factors=factors, tuning=tuning)
         outcome = searched_model.step.run(plan, share, targets)
         tuned += bool(outcome.plan.recompute)
-        loss = searched_model.mesh.sum_over_data(
-            [outcome.loss.item() * searched_model.mesh.pipeline_size]
+        loss = searched_model.mesh.sum_over_data_parallel(
+            [outcome.loss.item() * searched_model.mesh.plan_size]
         )[0]
         expected = sum(shared_losses(searched_model.alone, [batch], targets)[0]) / targets
         if abs(loss / expected - 1) > 1e-5:

@@ -38,7 +38,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -135,7 +135,7 @@ def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
     model = _unsharded_model(kinds)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch_of(kinds, 0)])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     no_recomputation = ActivationCheckpointConfig(mode="none")
     parallelize(model, mesh, config, no_recomputation, CompileConfig(), torch.float32)
     filled(model)
@@ -147,7 +147,7 @@ def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
         targets = sum(m.target_count for m in batch)
         model.zero_grad(set_to_none=True)
         outcome = step.run(pipeline.plan_training(batch), batch, targets)
-        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        loss = mesh.sum_over_data_parallel([outcome.loss.item() * mesh.plan_size])[0]
         expected = sum(shared_losses(reference, [batch], targets)[0]) / targets
         if abs(loss / expected - 1) > 1e-5:
             problems.append(f"batch {seed}: loss {loss}, expected {expected}")

@@ -98,7 +98,7 @@ def run(searched_model: Searched, start: type | None) -> list:
         gradients = [p.grad for p in searched_model.model.parameters() if p.grad is not None]
         local = [getattr(g, "to_local", lambda g=g: g)().clone() for g in gradients]
         results.append((outcome.loss.item(), local, planned.statistics.get("planner_ms")))
-        planner.learn(step, planned, outcome.result, share, 100.0)
+        planner.observe_step(step, planned, outcome.result, share, 100.0)
     planner.close()
     return results
 
@@ -123,12 +123,12 @@ def compare(schedule: str) -> list[str]:
         if bits_differ(expected, results):
             problems.append(f"{name}: different losses or gradients")
         # The first two steps are planned synchronously. The third is planned in advance.
-        expected_steps = list(range(4, STEPS + 1)) if searched_model.mesh.pipeline_rank == 0 else []
+        expected_steps = list(range(4, STEPS + 1)) if searched_model.mesh.plan_rank == 0 else []
         if start is SynchronousProcess and expected_steps != PLANNED:
             problems.append(f"the process planned {PLANNED}")
         if start is not SynchronousProcess and STEPS in PLANNED:
             problems.append(f"{name}: a process that exited has a plan")
-        if any((ms is None) == (searched_model.mesh.pipeline_rank == 0) for *_, ms in results):
+        if any((ms is None) == (searched_model.mesh.plan_rank == 0) for *_, ms in results):
             problems.append(f"{name}: not only the first rank has the planning time")
     return problems
 
@@ -198,7 +198,7 @@ def decoded_plan_problems() -> list[str]:
     share = searched_model.share(batch_of(1))
     plan, _ = StaticPlanner(searched_model.pipeline, searched_model.mesh).plan(1, share)
     full: PipelinePlan = searched_model.pipeline.plan_training(share)
-    rank = searched_model.mesh.pipeline_rank
+    rank = searched_model.mesh.plan_rank
     problems = []
     if set(plan.actions._decoded) != {rank}:
         problems.append(f"programs of {set(plan.actions._decoded)} were decoded")

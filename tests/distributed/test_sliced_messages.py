@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.parallel.tensor.sequence import MeshRows
+from torchmm.parallel.tensor.sequence import TensorParallelRows
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult
@@ -259,13 +259,13 @@ def _add_planned(traffic: Traffic, plan: PipelinePlan, rank: int) -> None:
         traffic.tensors += len(moved)
         traffic.slices += sum(s.slices is not None for s in moved)
         traffic.unsliced += sum(s.nbytes for s in moved)
-        traffic.planned += sum(s.on_rank(source=not backward).nbytes for s in moved)
+        traffic.planned += sum(s.local_spec(source=not backward).nbytes for s in moved)
 
 
 @contextmanager
 def _swap_slices(case: Any) -> Iterator[None]:
     """Swap the slices of ranks: in messages, or in all-gathers if the LLM has mirrors."""
-    parts, all_gather_rows = P2PChannels._parts, MeshRows.all_gather_rows
+    parts, all_gather_rows = P2PChannels._parts, TensorParallelRows.all_gather_rows
 
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
@@ -273,15 +273,15 @@ def _swap_slices(case: Any) -> Iterator[None]:
         others = peers if cut == (1, 1) else peers[::-1]  # unsliced tensors have one peer
         return parts(self, tensor, cut, others, sends=sends)
 
-    def swapped_rows(self: MeshRows, local: Tensor) -> Tensor:
+    def swapped_rows(self: TensorParallelRows, local: Tensor) -> Tensor:
         slices = all_gather_rows(self, local).split(local.shape[-2], -2)
         return torch.cat(slices[::-1], -2)
 
     if _has_mirrors(case):
-        MeshRows.all_gather_rows = swapped_rows  # type: ignore[method-assign]
+        TensorParallelRows.all_gather_rows = swapped_rows  # type: ignore[method-assign]
     else:
         P2PChannels._parts = swapped_parts  # type: ignore[method-assign]
     try:
         yield
     finally:
-        P2PChannels._parts, MeshRows.all_gather_rows = parts, all_gather_rows  # type: ignore[method-assign]
+        P2PChannels._parts, TensorParallelRows.all_gather_rows = parts, all_gather_rows  # type: ignore[method-assign]

@@ -20,8 +20,8 @@ from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.serialization import encode_plan
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -118,7 +118,7 @@ class Run:
         replicas = searched_model.mesh.data_parallel_size
         planned = self.planner.plan(self.number, share, lambda: [metas] * replicas)
         outcome = searched_model.step.run(planned.plan, share, 50)
-        self.planner.learn(self.number, planned, outcome.result, share, 100.0)
+        self.planner.observe_step(self.number, planned, outcome.result, share, 100.0)
         return planned.statistics, compute_order(outcome.plan)
 
 
@@ -148,7 +148,7 @@ def scenario(layout: dict[str, int]) -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     searched_model = build_searched(layout, evaluations=40)
     run, problems, orders = Run(searched_model), [], {}
-    leads = searched_model.mesh.pipeline_rank == 0
+    leads = searched_model.mesh.plan_rank == 0
     for name, state, announced, *expected in STEPS:
         for process in run.processes:
             process.state = state

@@ -17,7 +17,7 @@ from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import encoder_meshes, start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -100,7 +100,7 @@ def compare(case: Case | Disaggregated) -> list[str]:
     mesh = units_for(case.units) if isinstance(case, Disaggregated) else mesh_for(config)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.units or None)
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     recompute = ActivationCheckpointConfig.model_validate(
         {"mode": "none" if isinstance(case, Disaggregated) else case.recompute}
     )

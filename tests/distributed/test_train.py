@@ -13,7 +13,7 @@ from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.planning.first_step import plan_passes, training_samples
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.export.checkpoint import export_checkpoint
 from torchmm.training.model_build import build_meta_model
@@ -155,7 +155,7 @@ def test_resume_is_bitwise_equal(layout, workers, changes, tmp_path, real_data):
         return tiny_recipe(tmp_path / name, real_data, 2, **changes)
 
     uninterrupted, first_half = recipe("whole", 6, first_workers), recipe("parts", 3, first_workers)
-    samples = training_samples(uninterrupted, *build_meta_model(resolve(uninterrupted, 2)))
+    samples = training_samples(uninterrupted, *build_meta_model(resolve_recipe(uninterrupted, 2)))
     assert samples is not None
     _, passes = plan_passes(samples, uninterrupted, math.inf, 6)
     length = uninterrupted.training.model_copy(update={"steps": 1, "epochs": passes})

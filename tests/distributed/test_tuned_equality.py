@@ -26,7 +26,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -95,7 +95,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
     model = unsharded_model()
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
-    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, stage_layout, mesh.plan_rank)
     tuned = ActivationCheckpointConfig(mode="auto")
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
@@ -118,7 +118,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
             problems.append(f"batch {seed}: {peak} bytes of {limit}")
         modes_of_layers = [mode for modes in outcome.plan.recompute.values() for mode in modes]
         recomputed.append(len(modes_of_layers) - modes_of_layers.count("none"))
-        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        loss = mesh.sum_over_data_parallel([outcome.loss.item() * mesh.plan_size])[0]
         expected = sum(shared_losses(reference, [batch], targets)[0]) / targets
         if abs(loss / expected - 1) > 1e-5:
             problems.append(f"batch {seed}: loss {loss}, expected {expected}")

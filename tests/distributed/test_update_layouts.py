@@ -75,10 +75,10 @@ class TrainedNet:
     def __init__(self, layout: str, mesh: ParallelMesh, **settings: object) -> None:
         self.net = net = Net()
         if layout != "plain":
-            if mesh.own.sizes.tensor > 1:
+            if mesh.module_mesh.sizes.tensor > 1:
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                parallelize_module(net, mesh.own.tensor, plan)
-            fully_shard(net, mesh=mesh.own.fsdp)
+                parallelize_module(net, mesh.module_mesh.tensor, plan)
+            fully_shard(net, mesh=mesh.module_mesh.fsdp)
         config = OptimizerConfig(**{"lr": 1e-2, "lr_schedule": "constant", **settings})
         matrices = [p for p in net.parameters() if p.ndim > 1 and p is not net.embed.weight]
         self.optimizer = build_optimizer(net, lambda _: "llm", config, matrices=matrices)
@@ -180,7 +180,7 @@ def update_with_non_finite_values() -> list[str]:
     bad_steps = ({"bad_rank": last}, {"bad_rank": 0}, {"loss": NAN if dist.get_rank() else 1.0})
     for layout, mesh in meshes():
         for kind in KINDS:
-            if kind.get("state_dtype") == "int8" and mesh.own.sizes.tensor > 1:
+            if kind.get("state_dtype") == "int8" and mesh.module_mesh.sizes.tensor > 1:
                 continue  # shards would split 8-bit blocks
             trained, undisturbed = (
                 TrainedNet(layout, mesh, **kind),

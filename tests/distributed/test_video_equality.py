@@ -29,7 +29,7 @@ from torchmm.models.build import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import ActionType
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -135,7 +135,7 @@ def build(schedule: str) -> Searched:
     model = build_model(MODEL, FreezeConfig())
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, layout, mesh.plan_rank)
     recompute = ActivationCheckpointConfig()
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     filled(model)
@@ -163,8 +163,8 @@ def compare() -> list[str]:
                 searched_model.pipeline, [m.task_meta for m in batch], factors=factors
             )
             outcome = searched_model.step.run(plan, batch, targets)
-            loss = searched_model.mesh.sum_over_data(
-                [outcome.loss.item() * searched_model.mesh.pipeline_size]
+            loss = searched_model.mesh.sum_over_data_parallel(
+                [outcome.loss.item() * searched_model.mesh.plan_size]
             )[0]
             expected = sum(shared_losses(searched_model.alone, [batch], targets)[0]) / targets
             if abs(loss / expected - 1) > 1e-5:
@@ -179,7 +179,7 @@ def compare() -> list[str]:
 def test_batches_have_videos_images_and_neither() -> None:
     microbatches = [m for seed in range(BATCHES) for m in batch_of(seed)]
     without = [m for m in microbatches if not m.encoders]
-    images = [i for m in microbatches for i in m.meta.images_read_by("vision")]
+    images = [i for m in microbatches for i in m.meta.images_of_encoder("vision")]
     assert 12 <= len(without) < len(microbatches)
     assert {image.frames for image in images} == {1, 2, 3, 4}
     assert not any(m.encoders for m in batch_of(5))

@@ -26,7 +26,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import encoder_meshes, start_process_group
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -125,7 +125,7 @@ def _split(model: MultimodalModel, parallel: ParallelConfig) -> MultimodalModel:
     mesh = mesh_for(parallel)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
-    cut_for_rank(model, layout, mesh.pipeline_rank)
+    split_model_for_rank(model, layout, mesh.plan_rank)
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
     meshes = encoder_meshes(parallel, mesh, ["vision"])
     parallelize(model, mesh, parallel, *plain, meshes=meshes)

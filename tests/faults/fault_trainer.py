@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmm.common.errors import TorchmmError
 from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.parallel.gather import gather_floats
-from torchmm.parallel.health.peers import Health, check_finite
+from torchmm.parallel.health.peers import HealthMonitor, check_finite
 from torchmm.parallel.mesh import start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import CheckpointConfig
@@ -66,7 +66,7 @@ class Trainer:
         self.fault = kind if int(rank) == self.rank else ""
         self.fault_step = int(step)
         self.step = 0
-        self.health = Health(run_dir / "heartbeats", TIMEOUT_S, 1, 0.5)
+        self.health = HealthMonitor(run_dir / "heartbeats", TIMEOUT_S, 1, 0.5)
         self.logger = logging.getLogger("fault_trainer")
 
     def run(self, stop: StopSignal) -> str:

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torchmm.common.errors import PeerError
 from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
-from torchmm.parallel.health.peers import is_peer_trouble
+from torchmm.parallel.health.peers import is_peer_failure
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.checkpoint.store import step_of_upload_folder
@@ -142,7 +142,7 @@ def ignore_lost_peers() -> Iterator[None]:
     try:
         yield
     except (PeerError, RuntimeError) as error:
-        if not isinstance(error, PeerError) and not is_peer_trouble(error):
+        if not isinstance(error, PeerError) and not is_peer_failure(error):
             raise
 
 

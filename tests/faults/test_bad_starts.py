@@ -14,7 +14,7 @@ import pytest
 from tiny_recipe import arguments, overrides
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.processes import Launched, launched
+from torchmm.common.processes import LaunchEnvironment, read_launch_environment
 from torchmm.recipe.read import load_recipe
 from torchmm.training.shutdown import read_status
 
@@ -154,14 +154,16 @@ def test_unmodified_recipe_is_valid(real_data, tmp_path):
 def test_bad_environment_error_names_variable(error):
     changes, words = ENVIRONMENTS[error]
     with pytest.raises(ConfigError, match="environment: ") as caught:
-        launched({**RANK_ENVIRONMENT, **changes})
+        read_launch_environment({**RANK_ENVIRONMENT, **changes})
     assert words in str(caught.value) and "docs/guides/cluster.md" in str(caught.value)
 
 
 def test_valid_environments_are_parsed():
-    assert launched(RANK_ENVIRONMENT) == Launched(1, 2)
-    assert launched({}) == Launched(0, 1)
-    assert launched({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}) == Launched(0, 1)
+    assert read_launch_environment(RANK_ENVIRONMENT) == LaunchEnvironment(1, 2)
+    assert read_launch_environment({}) == LaunchEnvironment(0, 1)
+    assert read_launch_environment(
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}
+    ) == LaunchEnvironment(0, 1)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ import torch
 from fuzz.data import make_tokenizer
 from fuzz.draw import merged
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import model_build
@@ -191,7 +191,7 @@ def _check_model(recipe: Recipe, world: int) -> None:
     Raises:
         ConfigError: The model cannot be built, or not be divided among the ranks.
     """
-    run = resolve(recipe, world)
+    run = resolve_recipe(recipe, world)
     sections = recipe.model, recipe.adapters, recipe.freeze, recipe.training.parameter_dtype
     built = _MODELS.get(key := repr(sections))
     with ExitStack() as stack:

@@ -9,12 +9,12 @@ from typing import Any
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import gpipe, one_f_one_b, zero_bubble
-from torchmm.pipelining.view.exchange import write_order
-from torchmm.planning.resolved import Resolved
+from torchmm.pipelining.view.file_formats import write_order
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import plan_layout
 
 
-def write_csv(run: Resolved, model: Any, file: Path) -> None:
+def write_csv(run: ResolvedRecipe, model: Any, file: Path) -> None:
     """Write a random standard schedule for the text microbatches of the recipe.
 
     Args:
@@ -22,7 +22,7 @@ def write_csv(run: Resolved, model: Any, file: Path) -> None:
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     recipe, training = run.recipe, run.recipe.training
-    ranks = run.shares * training.microbatch_size
+    ranks = run.data_parallel_size * training.microbatch_size
     tokens = training.microbatch_size * training.sequence_length
     layout = plan_layout(recipe.parallel, descriptions, [MicrobatchMeta((), tokens)])
     graph = StageGraph(layout, training.global_batch_size // ranks, {})

@@ -24,7 +24,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
 from torchmm.training.model_build import ModelStages
@@ -33,7 +33,7 @@ from torchmm.training.trainer import Trainer
 
 
 def run_rank(
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: Any,
     cut: ModelStages,

@@ -38,8 +38,8 @@ from torchmm.common.errors import ConfigError, PlanError
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.first_step import plan_passes, training_samples
-from torchmm.planning.resolved import resolve
-from torchmm.planning.run_length import with_steps_of_epochs
+from torchmm.planning.resolved_recipe import resolve_recipe
+from torchmm.planning.run_length import resolve_epochs
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.model_build import build_meta_model, choose_model_stages
@@ -164,14 +164,14 @@ class Server:
         os.environ.update(WORLD_SIZE=str(layout.world), RANK="0")
         try:
             recipe = load_recipe(file, [], layout.world).recipe
-            run = resolve(orchestrated(recipe, layout.world), layout.world)
+            run = resolve_recipe(orchestrated(recipe, layout.world), layout.world)
             model, tokenizer = build_meta_model(run)
             run = with_arrangement(run, model)
             if uses_csv:
                 write_csv(run, model, directory / "order.csv")
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
                 file.write_text(tomli_w.dumps(table))
-                run = resolve(load_recipe(file, [], layout.world).recipe, layout.world)
+                run = resolve_recipe(load_recipe(file, [], layout.world).recipe, layout.world)
             if counts_epochs:
                 run = run.with_recipe(_with_epochs(run.recipe, model, tokenizer))
             return (
@@ -300,7 +300,7 @@ def _with_epochs(recipe: Recipe, model: MultimodalModel, tokenizer: Any) -> Reci
     steps, passes = plan_passes(samples, recipe, math.inf, recipe.training.steps)
     training = recipe.training.model_copy(update={"steps": 1, "epochs": passes})
     recipe = recipe.model_copy(update={"training": training})
-    counted = with_steps_of_epochs(recipe, model, tokenizer)
+    counted = resolve_epochs(recipe, model, tokenizer)
     if counted.training.steps != steps:
         difference = f"{passes} epochs are {counted.training.steps} steps, not {steps}"
         raise FailedError("steps of epochs", [difference])

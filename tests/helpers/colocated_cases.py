@@ -18,7 +18,7 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import ORDERS, Order
+from torchmm.pipelining.schedules.registry import ORDERS, OrderFunction
 
 T = ActionType
 SCHEDULES_OF_LLM = ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
@@ -28,7 +28,7 @@ def llm_step(
     ranks: int,
     virtual: int,
     microbatches: int,
-    schedule: str | Order = "interleaved_1f1b",
+    schedule: str | OrderFunction = "interleaved_1f1b",
     **options,
 ) -> LlmTimeline:
     """Return an LLM of equal stages, of 1 ms forward and 2 ms backward unless costs are given."""

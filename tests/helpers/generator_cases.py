@@ -79,6 +79,6 @@ def generator_inputs(
         grids_thw=grids,
         context_positions_K=positions,
         contexts=contexts,
-        counted=[True] * len(grids),
+        in_loss=[True] * len(grids),
         latent_values=LATENT_VALUES if latents else 0,
     )

@@ -866,7 +866,7 @@ def loss_and_gradients(model: MultimodalModel, batch: Microbatch, rows: int) -> 
     Args:
         rows: Number of rows per chunk of the loss. If 0, the loss takes all logits at once.
     """
-    model.llm.loss_rows = rows
+    model.llm.loss_chunk_targets = rows
     model.zero_grad()
     loss = model(batch)
     (loss / 7).backward()

@@ -76,11 +76,11 @@ class NaiveDispatch:
         task, graph = Task(*action[1:4]), self.graph
         self.ended.add(action)
         if action.type is B or not self.has_backward(task):
-            self.used[rank] -= self.costs.kept_bytes.get(task, 0)
+            self.used[rank] -= self.costs.saved_bytes.get(task, 0)
         if action.type is F:
             out = [(m, False, graph.consumer(m)) for m in graph.outgoing(task)]
         else:
-            back = [m for m in graph.incoming(task) if graph.carries_gradient(m)]
+            back = [m for m in graph.incoming(task) if graph.sends_gradient(m)]
             out = [(m, True, graph.producer(m)) for m in back]
         for message, backward, user in out:
             if graph.rank(user) == rank:
@@ -103,7 +103,7 @@ class NaiveDispatch:
 
     def fits(self, rank: int, task: Task) -> bool:
         limit = self.costs.memory_limit_bytes
-        return limit is None or self.used[rank] + self.costs.kept_bytes.get(task, 0) <= limit
+        return limit is None or self.used[rank] + self.costs.saved_bytes.get(task, 0) <= limit
 
     def start(self, rank: int):
         heads = {}
@@ -119,7 +119,7 @@ class NaiveDispatch:
         kind = (B if last is F else F) if len(heads) == 2 else next(iter(heads))
         action = Action(kind, *heads[kind])
         if kind is F:
-            self.used[rank] += self.costs.kept_bytes.get(heads[F], 0)
+            self.used[rank] += self.costs.saved_bytes.get(heads[F], 0)
             self.peaks[rank] = max(self.peaks[rank], self.used[rank])
         end = self.now + max(1, round(self.costs.compute_ms[action] * 10**9))
         self.started.add(action)
@@ -143,6 +143,6 @@ def random_dispatch(seed: int) -> tuple[StageGraph, PlanCosts]:
     static = tuple(rng.randrange(5) for _ in range(graph.layout.rank_count))
     limit = rng.choice((None, rng.randint(4, 30)))
     costs = PlanCosts(
-        compute, transfer_ms=wire, kept_bytes=kept, static_bytes=static, memory_limit_bytes=limit
+        compute, transfer_ms=wire, saved_bytes=kept, static_bytes=static, memory_limit_bytes=limit
     )
     return graph, costs

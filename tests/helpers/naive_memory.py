@@ -27,10 +27,10 @@ def naive_memory(
     for task in plan.graph.tasks():
         forward = where[Action(T.F, *task)]
         if plan.training and plan.graph.needs_backward(task.stage, task.microbatch):
-            rank, kept, end = plan.graph.rank(task), model.kept_bytes(task), backward(task)
+            rank, kept, end = plan.graph.rank(task), model.saved_bytes(task), backward(task)
             last = where.get(Action(T.W, *task), end)
-            assert model.kept_for_weights_bytes is not None
-            for_weights = model.kept_for_weights_bytes(task) if last > end else 0
+            assert model.saved_for_weights_bytes is not None
+            for_weights = model.saved_for_weights_bytes(task) if last > end else 0
             hold(rank, kept, forward, end)
             hold(rank, max(0, for_weights - kept), end, end)
             hold(rank, for_weights, end + 1, last)
@@ -44,6 +44,6 @@ def naive_memory(
             kinds = ("SEND_B", "WAIT_SEND_B", "RECV_B") if t.backward else (
                 "SEND_F", "WAIT_SEND_F", "RECV_F")  # fmt: skip
             send, wait, receive = (T(kind) for kind in kinds)
-            hold(t.source, nbytes, where[t.sending(send)], where[t.sending(wait)])
-            hold(t.destination, nbytes, where[t.receiving(receive)], used)
+            hold(t.source, nbytes, where[t.source_action(send)], where[t.source_action(wait)])
+            hold(t.destination, nbytes, where[t.destination_action(receive)], used)
     return usage

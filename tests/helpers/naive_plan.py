@@ -175,8 +175,8 @@ def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
             for transfer in transfers(graph, plan.training)
             if rng.random() < 0.9
         },
-        kept_bytes=kept,
-        kept_for_weights_bytes={task: rng.randint(0, 2 * n) for task, n in kept.items()},
+        saved_bytes=kept,
+        saved_for_weights_bytes={task: rng.randint(0, 2 * n) for task, n in kept.items()},
         static_bytes=tuple(rng.randrange(100) for _ in plan.actions),
         runs_beside=rng.random() < 0.5,
     )

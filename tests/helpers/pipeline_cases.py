@@ -40,12 +40,12 @@ from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.plan.slices import TensorRanks
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.plan.slices import TensorParallelism
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import make_stage
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers, StageSplit, build_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -335,11 +335,13 @@ class Case:
         for name in self.kinds:
             tower = name not in self.freeze
             layers = (tower,) * LAYERS
-            encoders.append(ModuleLayers(name, "encoder", costs, True, layers, pre_trainable=tower))
+            encoders.append(
+                ModuleLayers(name, "encoder", costs, True, layers, embedding_trainable=tower)
+            )
         llm = "llm" not in self.freeze
         trunk = ModuleLayers(
             "llm", "llm", costs, False, (llm,) * LAYERS,
-            pre_trainable=llm, post_trainable=llm, tied=self.tied,
+            embedding_trainable=llm, head_trainable=llm, tied=self.tied,
         )  # fmt: skip
         return [*encoders, trunk]
 
@@ -349,13 +351,13 @@ class Case:
         cuts = {}
         for name in self.kinds:
             parts = sizes(rng, rng.randint(1, LAYERS))
-            cuts[name] = [Cut(n, (rng.randrange(self.pipeline),)) for n in parts]
+            cuts[name] = [StageSplit(n, (rng.randrange(self.pipeline),)) for n in parts]
         ranks = rng.sample(range(self.pipeline), self.pipeline)
         laps = rng.randint(1, LAYERS // self.pipeline)
         if self.pipeline == 1 and self.tied:
             laps = 1
         parts = sizes(rng, laps * self.pipeline)
-        cuts["llm"] = [Cut(n, (ranks[i % self.pipeline],)) for i, n in enumerate(parts)]
+        cuts["llm"] = [StageSplit(n, (ranks[i % self.pipeline],)) for i, n in enumerate(parts)]
         layout = build_layout(self.modules(), cuts)
         return with_slices(layout, self) if self.sequence_parallel else layout
 
@@ -363,8 +365,8 @@ class Case:
 def with_slices(layout: StageLayout, case: Any) -> StageLayout:
     """Return the layout of a case whose tensor-parallel ranks send slices."""
     modules = case.build().modality_modules()
-    tensor = {m.name: TensorRanks(case.tensor, True, m.keeps_slices) for m in modules}
-    return replace(layout, tensor=tensor)
+    tensor = {m.name: TensorParallelism(case.tensor, True, m.is_sequence_sharded) for m in modules}
+    return replace(layout, tensor_parallel=tensor)
 
 
 def sizes(rng: random.Random, parts: int) -> list[int]:
@@ -447,7 +449,7 @@ class CaseRun:
         self.mesh: ParallelMesh = mesh_for(case.parallel)
         self.layout = case.layout()
         self.model = case.build()
-        modules = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
+        modules = split_model_for_rank(self.model, self.layout, self.mesh.plan_rank)
         recompute = ActivationCheckpointConfig(mode=case.recompute)
         parallelize(self.model, self.mesh, case.parallel, recompute, CompileConfig(), case.dtype)
         materialize(self.model, CPU)
@@ -461,7 +463,7 @@ class CaseRun:
         if case.pipeline > 1:
             self.channels = P2PChannels(CPU, self.mesh.plan_ranks, 60.0)
             self.channels.warm_up(channel_pairs(self.layout))
-        self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
+        self.runtime = PipelineRuntime(self.mesh.plan_rank, self.stages, self.channels)
         self.whole = replace(case, chunked_loss=False).build()
         if case.dtype != torch.float32:
             single_rank_mesh = init_device_mesh(

@@ -71,14 +71,14 @@ def _needs(graph: StageGraph, rng: random.Random, share: float) -> dict[Action, 
             Action(ActionType.F, *graph.producer(message)) for message in incoming
         ]
         if graph.needs_backward(task.stage, task.microbatch):
-            needs_input_gradient = any(graph.carries_gradient(message) for message in incoming)
+            needs_input_gradient = any(graph.sends_gradient(message) for message in incoming)
             kind = ActionType.I if needs_input_gradient and rng.random() < share else ActionType.B
             back[task] = Action(kind, *task)
     for task, action in back.items():
         needs[action] = [Action(ActionType.F, *task)] + [
             back[graph.consumer(message)]
             for message in graph.outgoing(task)
-            if graph.carries_gradient(message)
+            if graph.sends_gradient(message)
         ]
         if action.type is ActionType.I and graph.layout.stages[task.stage].trainable:
             needs[Action(ActionType.W, *task)] = [action]

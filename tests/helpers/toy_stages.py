@@ -73,7 +73,9 @@ def integers_of(message: Message) -> tuple[Tensor, ...]:
 def gives_loss(stage: int, graph: StageGraph) -> bool:
     spec = graph.layout.stages[stage]
     following = [graph.layout.stages[d].module for d in graph.layout.destinations[stage]]
-    return not following or (not graph.layout.has_parts(stage) and spec.module not in following)
+    return not following or (
+        not graph.layout.has_sub_microbatches(stage) and spec.module not in following
+    )
 
 
 def toy_specs(graph: StageGraph) -> MessageSpecs:

@@ -21,12 +21,12 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import PipelineStage, make_stage
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 SHARES = (1.0, 0.5, 0.0)
@@ -108,9 +108,9 @@ def cut_in_two(
     """
     model = build_model(ModelConfig.model_validate(config), FreezeConfig(modules=list(freeze)))
     modules = module_layers([m.describe() for m in model.modality_modules()], metas)
-    cuts = {module.name: [Cut(n, (0,)) for n in (2, 2)] for module in modules}
+    cuts = {module.name: [StageSplit(n, (0,)) for n in (2, 2)] for module in modules}
     layout = build_layout(modules, cuts)
-    parts = cut_for_rank(model, layout, 0)
+    parts = split_model_for_rank(model, layout, 0)
     for module in parts.values():
         apply_activation_checkpoint(module, "auto")
     materialize(model, "cpu")

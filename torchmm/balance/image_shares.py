@@ -27,7 +27,7 @@ import numpy as np
 from torchmm.balance.compiled import Int64s, compiled
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import ImageMeta, ImageOwners, ImageSizes, MicrobatchMeta
+from torchmm.common.batch import ImageAssignment, ImageMeta, ImageSizes, MicrobatchMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
@@ -163,7 +163,7 @@ class ImageBalance:
         """Names of the modules."""
         return [module.name for module in self.modules]
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageAssignment:
         """Return the rank that reads each image (`torchmm.data.steps.plan_steps.ImageBalancer`)."""
         owners_I = np.empty_like(homes_I)
         before, after, total = 0.0, 0.0, 0.0
@@ -178,7 +178,7 @@ class ImageBalance:
             before += float(work(costs, homes_I[module_images], ranks).max())
             after += float(work(costs, owners_I[module_images], ranks).max())
             total += float(costs.sum())
-        return ImageOwners(owners_I, before, after, total / ranks)
+        return ImageAssignment(owners_I, before, after, total / ranks)
 
     def __call__(self, metas: Sequence[MicrobatchMeta]) -> dict[str, list[int]]:
         """Return the rank that reads each image, by module, in the order of the ranks.
@@ -187,7 +187,7 @@ class ImageBalance:
             metas: Microbatch of each rank.
         """
         samples = [sample for meta in metas for sample in meta.samples]
-        sizes = ImageSizes.of(samples, self.names)
+        sizes = ImageSizes.from_samples(samples, self.names)
         homes_S = np.repeat(np.arange(len(metas)), [len(meta.samples) for meta in metas])
         homes_I = np.repeat(homes_S, sizes.counts_N)
         owners_I = self.owners(sizes.sizes_I4, homes_I, len(metas)).owners_I
@@ -302,8 +302,8 @@ def with_feature_exchange(
         if module.kind == "generator":
             tokens = sum(image.context for image in meta.generated)
         else:
-            tokens = sum(image.tokens for image in meta.images_read_by(module.name))
-        width = llm.layers[0].hidden_size * (1 + len(module.taps))
+            tokens = sum(image.tokens for image in meta.images_of_encoder(module.name))
+        width = llm.layers[0].hidden_size * (1 + len(module.deepstack_layers))
         sent_bytes = tokens * width * model.element_bytes
         compute_ms[action] += model.transfers_ms([sent_bytes * (ranks - 1) / ranks], [link])[0]
     return replace(costs, compute_ms=compute_ms)

@@ -17,7 +17,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
 from torchmm.costs.operators import Profile
 from torchmm.planning.executions import module_executions, recompute_mode
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import limit_bytes
 
@@ -51,7 +51,9 @@ def _profile(name: str) -> Profile:
         raise ConfigError(f"simulation.device: {error}") from error
 
 
-def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Profile) -> CostModel:
+def run_costs(
+    run: ResolvedRecipe, modules: Sequence[ModuleDescription], profile: Profile
+) -> CostModel:
     """Return the cost model of the modules of a run.
 
     Raises:
@@ -125,7 +127,7 @@ def layer_tuning(
 
 
 def run_tuning(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     device: torch.device,
     *,

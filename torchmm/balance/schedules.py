@@ -1,6 +1,6 @@
 """Entries "optimus" and "searched" of the registry "schedules", which need costs.
 
-Schedules of the core depend only on the graph of a step (`torchmm.pipelining.schedules.names`).
+Schedules of the core depend only on the graph of a step (`torchmm.pipelining.schedules.registry`).
 These schedules also select the replica that runs each task, by the durations of tasks.
 """
 
@@ -29,7 +29,7 @@ from torchmm.balance.section import SearchConfig
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, Gathering
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, UnshardMode
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.layouts import (
     ModuleLayers,
@@ -249,7 +249,7 @@ def optimus_orders(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
-    sharding: Gathering,
+    sharding: UnshardMode,
     evaluations: int | None = None,
     tuner: Tuner | None = None,
 ) -> Iterator[PlannedOrder]:
@@ -295,7 +295,7 @@ def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
 
 
 def promised_ms(
-    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, sharding: Gathering
+    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, sharding: UnshardMode
 ) -> float:
     """Return the bubble scheduler estimate of the step time without recomputation.
 
@@ -321,7 +321,7 @@ def plan_by_costs(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
-    sharding: Gathering,
+    sharding: UnshardMode,
     budget: Budget | None = None,
     tuner: Tuner | None = None,
 ) -> PlannedOrder:
@@ -387,7 +387,7 @@ def improve_order(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
-    sharding: Gathering,
+    sharding: UnshardMode,
     improvements: Improvements,
     search: Search,
 ) -> PlannedOrder:
@@ -438,7 +438,7 @@ def plan_by_search(
     # Integers with a resolution of a billionth of the step.
     work = costs.compute_ms
     saved_bytes = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
-    return graph, search_by_costs(config, graph, replace(costs, kept_bytes=saved_bytes)).order
+    return graph, search_by_costs(config, graph, replace(costs, saved_bytes=saved_bytes)).order
 
 
 OPTIMUS_SCHEDULE = PlannedSchedule(layout_optimus, plan_optimus)

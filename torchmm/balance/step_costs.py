@@ -40,10 +40,10 @@ class PlanCosts:
         reduce_ms: Time to reduce the gradients of each stage (REDUCE_GRAD).
         tied_ms: Time to sum the gradients of the tied weight of each stage (REDUCE_TIED).
         transfer_ms: Transfer time by (message, whether it is the gradient). 0 on the same rank.
-        kept_bytes: Activations of each task from its F until its B or W. If a task has no backward,
-            until the end of F.
-        kept_for_weights_bytes: Bytes of each task between its I and its W. They include gradients
-            and can exceed `kept_bytes`.
+        saved_bytes: Activations of each task from its F until its B or W. If a task has no
+            backward, until the end of F.
+        saved_for_weights_bytes: Bytes of each task between its I and its W. They include gradients
+            and can exceed `saved_bytes`.
         temporary_bytes: Additional bytes while an action runs, beyond the temporaries in
             `static_bytes`.
         static_bytes: Bytes of each rank of the plan: weights, gradients, optimizer state, the
@@ -63,8 +63,8 @@ class PlanCosts:
     reduce_ms: Mapping[int, float] = field(default_factory=dict)
     tied_ms: Mapping[int, float] = field(default_factory=dict)
     transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
-    kept_bytes: Mapping[Task, int] = field(default_factory=dict)
-    kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
+    saved_bytes: Mapping[Task, int] = field(default_factory=dict)
+    saved_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
     temporary_bytes: Mapping[Action, int] = field(default_factory=dict)
     static_bytes: tuple[int, ...] = ()
     update_bytes: tuple[int, ...] = ()

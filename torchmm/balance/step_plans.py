@@ -20,7 +20,7 @@ from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import without_collection
+from torchmm.common.processes import gc_disabled
 from torchmm.costs.flops import task_durations
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
@@ -28,9 +28,9 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import (
     ComputeOrder,
     Durations,
-    Gathering,
     MessageSpecs,
     PipelinePlan,
+    UnshardMode,
 )
 from torchmm.planning.step import order_step, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -145,7 +145,7 @@ def modelled_totals(
     return totals
 
 
-@without_collection()
+@gc_disabled()
 def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost models
     layout: StageLayout,
     config: ParallelConfig,
@@ -154,7 +154,7 @@ def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost 
     targets: Sequence[int] | None = None,
     *,
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
-    sharding: Gathering = "step",
+    sharding: UnshardMode = "step",
     reduces_early: bool = False,
     factors: Mapping[ActionKind, float] | None = None,
     search: Callable[[StageGraph, Durations], StepOrder] | None = None,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torchmm.commands.arguments import load_checked_recipe, parse_recipe_arguments, recipe_parser
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
-from torchmm.common.processes import launched
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
+from torchmm.common.processes import read_launch_environment
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -54,14 +54,14 @@ def print_dry_run(options: argparse.Namespace, overrides: Sequence[str], program
         TorchmmError: The run would fail.
     """
     argv = [*overrides, "--data.sources", "[]"] if options.assumed else [*overrides]
-    world_size = options.world_size or launched().world_size
+    world_size = options.world_size or read_launch_environment().world_size
     recipe = load_checked_recipe(options.config, argv, world_size)
     log_to_console(make_console(stderr=True), only_progress=True)
-    with loading():
+    with report_imports():
         from torchmm.balance.forecasts.dry_run import describe_run
 
     plot_file = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
     config = ["--config", options.config] if program == "train.py" else [options.config]
-    with working("planning and simulating the first step"):
+    with report_progress("planning and simulating the first step"):
         text = describe_run(recipe, world_size, plot_file, [*config, *argv], program)
     print(text)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, get_args
 from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
@@ -113,10 +113,10 @@ def _run_tasks(arguments: argparse.Namespace, export: Path, step: int | None) ->
     )
     if not Path(config.python).is_file():
         raise ConfigError(f"{config.python}: no such program; run scripts/lmms_eval.sh")
-    with loading():
+    with report_imports():
         from torchmm.extensions.evaluation import benchmarks
 
-    with tempfile.TemporaryDirectory() as scratch, working("answering"):
+    with tempfile.TemporaryDirectory() as scratch, report_progress("answering"):
         return benchmarks.run_in_foreground(config, export, Path(scratch) / "scores.json", step)
 
 
@@ -156,7 +156,7 @@ def _score_samples(
                 f"[[data.validation]] table, to one of: {', '.join(get_args(Score))}"
             )
 
-        with loading():
+        with report_imports():
             import transformers
 
             from torchmm.extensions.evaluation.hf_generation import generate_held_out_text
@@ -164,7 +164,7 @@ def _score_samples(
             from torchmm.extensions.evaluation.text.load_model import ExportedModel
 
         transformers.logging.set_verbosity_error()
-        with working("answering"):
+        with report_progress("answering"):
             texts = generate_held_out_text(
                 ExportedModel.read(export),
                 data.model_copy(update={"validation": sources}),

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.common.errors import CheckpointError, ConfigError, TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.recipe.changes import RENAMED_ADAPTER_EXPORTS
 from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         if options.push is not None:
             from torchmm.training.export.checkpoint import push
 
-            with working("uploading"):
+            with report_progress("uploading"):
                 url = push(output, options.push, options.private)
             print(f"uploaded to {url}")
     except TorchmmError as error:
@@ -134,13 +134,13 @@ def export(
         _check_adapters(adapters)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"adapters = {error}") from None
-    with loading():
+    with report_imports():
         from transformers.utils.logging import disable_progress_bar
 
         from torchmm.common.dtypes import DTYPES
         from torchmm.training.export.checkpoint import export_checkpoint
 
-    disable_progress_bar()  # `working` reports progress
+    disable_progress_bar()  # `report_progress` reports progress
     checkpoints = checkpoints_at(Path(checkpoint).resolve())
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {checkpoint}")
@@ -148,7 +148,7 @@ def export(
     name = f"hf-{step_of(path)}{'-ema' if ema else ''}"
     directory = path.parent.parent / name if output is None else Path(output)
     print(f"exporting {path} to {directory}")
-    with working("exporting"):
+    with report_progress("exporting"):
         export_checkpoint(
             path,
             directory,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.recipe.changes import reject_renamed_options
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     log_to_console(make_console(stderr=True), only_progress=True)
-    with loading():
+    with report_imports():
         from torchmm.common.dtypes import DTYPES
         from torchmm.extensions.evaluation.text.load_model import (
             is_chat_checkpoint,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         if arguments.template is None and arguments.generate_images is None:
             arguments.template = is_chat_checkpoint(arguments.model)
         requests = [] if talks else _requests(arguments)
-        with working("opening the model"):
+        with report_progress("opening the model"):
             writer = load_text_generator(arguments.model, DTYPES[arguments.dtype], arguments.ema)
         if arguments.generate_images is not None:
             _generate_images(writer, requests, arguments)
@@ -302,7 +302,7 @@ class _ResponseStream(AbstractContextManager["_ResponseStream"]):
         self._reading = ExitStack()
 
     def __enter__(self) -> Self:
-        self._reading.enter_context(working("reading prompts"))
+        self._reading.enter_context(report_progress("reading prompts"))
         return self
 
     def __call__(self, tokens: Mapping[int, int]) -> None:

@@ -19,7 +19,13 @@ from pathlib import Path
 from torchmm.commands.arguments import parse_recipe_arguments, recipe_parser
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import loading, log_to_console, make_console, worked, working
+from torchmm.common.log import (
+    iterate_with_progress,
+    log_to_console,
+    make_console,
+    report_imports,
+    report_progress,
+)
 from torchmm.recipe.check import check_source_paths
 from torchmm.recipe.read import load_recipe
 
@@ -59,7 +65,7 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     make_writable_directory(out)
     console = make_console()
     log_to_console(make_console(stderr=True), only_progress=True)
-    with loading():
+    with report_imports():
         import transformers
 
         from torchmm.extensions.reports.inspection.findings import inspect_recipe
@@ -74,7 +80,7 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     findings = []
     read = inspect_recipe(recipe, options.limit, options.samples, decode=options.decode)
-    for inspected in worked("reading the data", read, unit="sources"):
+    for inspected in iterate_with_progress("reading the data", read, unit="sources"):
         findings.append(inspected)
         console.print(findings_table(inspected))
         for line in rejected_lines(inspected):
@@ -82,7 +88,7 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     for line in (predict_corrupt_limit(recipe, findings), *length_lines(recipe, findings)):
         console.out(line, highlight=False)
     page = out / "index.html"
-    with working("writing the report"):
+    with report_progress("writing the report"):
         write_data_report(page, recipe, findings)
     console.out(f"wrote {page}", highlight=False)
     return 0

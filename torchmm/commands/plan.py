@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchmm.commands.arguments import parse_recipe_arguments, recipe_parser
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -161,7 +161,7 @@ def _search(
     budget_s = default_budget_s(devices) if budget_s is None else budget_s
     if budget_s < 0:
         raise ConfigError(f"--budget-s = {budget_s} is negative; use 0 or more")
-    with loading():
+    with report_imports():
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.balance.search.search import search_plans
 
@@ -174,14 +174,14 @@ def _search(
     recipe = recipe.model_copy(update={"simulation": simulation})
     methods = [method for name in placement for method in PLACEMENTS.get(name, (name,))]
     name = f"planning {devices} devices"
-    with working(name) as work:
+    with report_progress(name) as work:
         result = search_plans(
             recipe,
             devices,
             profile,
             methods=methods,
             budget_s=budget_s,
-            report=lambda text: work.now(f"{name}, {text}"),
+            report=lambda text: work.set_operation(f"{name}, {text}"),
         )
     return result, Cluster(recipe, devices, profile.device.name)
 

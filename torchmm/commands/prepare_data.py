@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.files import read_prepared
-from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.common.files import read_prepared_manifest
+from torchmm.common.log import log_to_console, make_console, report_imports, report_progress
 from torchmm.extensions.demo_data import manifest
 
 SPOKEN_LANGUAGES = ("es", "fr", "ro", "bg", "ru")
@@ -64,7 +64,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
     Each set must exist before the next one is requested, because options have checksums of
     preceding sets. A set is prepared again if its options change.
     """
-    with loading():
+    with report_imports():
         import datasets
 
         from torchmm.extensions.demo_data import (
@@ -84,7 +84,9 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
     datasets.disable_progress_bars()
 
     def checksums(name: str) -> dict[str, str]:
-        hashes: dict[str, str] = read_prepared(arguments.output).get(name, {}).get("sha256", {})
+        hashes: dict[str, str] = (
+            read_prepared_manifest(arguments.output).get(name, {}).get("sha256", {})
+        )
         return hashes
 
     def tokenizer_of(
@@ -147,9 +149,9 @@ def prepare_unless_present(
     current = manifest.is_current(output, name, options)
     if not current:
         print(f"preparing {output / name} ...", flush=True)
-        with working(f"preparing {name}"):
+        with report_progress(f"preparing {name}"):
             prepare(output, packages.absolute(), options)
-    entry = read_prepared(output)[name]
+    entry = read_prepared_manifest(output)[name]
     counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
     verb = "reused" if current else "made"
     duration_s = time.monotonic() - start

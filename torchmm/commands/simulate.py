@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.commands.arguments import parse_recipe_arguments, recipe_parser
-from torchmm.common.log import loading, log_to_console, make_console
+from torchmm.common.log import log_to_console, make_console, report_imports
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     if options.assumed:
         overrides += ["--data.sources", "[]"]
     log_to_console(make_console(stderr=True), only_progress=True)
-    with loading():
+    with report_imports():
         from torchmm.balance.forecasts.command import simulate_recipe
 
     return simulate_recipe(options, overrides)

@@ -24,8 +24,8 @@ from torchmm.commands.dry_run import add_dry_run_options, print_dry_run
 from torchmm.commands.recipes import print_recipes
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import loading, log_to_console, make_console
-from torchmm.common.processes import check_system, fork_server, launched
+from torchmm.common.log import log_to_console, make_console, report_imports
+from torchmm.common.processes import check_system, read_launch_environment, start_fork_server
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         elif options.dry_run:
             print_dry_run(options, overrides, "train.py" if prog is None else "-m torchmm train")
         else:
-            return _start(load_checked_recipe(options.config, overrides, launched().world_size))
+            return _start(
+                load_checked_recipe(options.config, overrides, read_launch_environment().world_size)
+            )
     except TorchmmError as error:
         message = f"{type(error).__name__}: {error}"
         if not error.reported:
@@ -73,18 +75,18 @@ def train(recipe: Recipe) -> Path:
     Raises:
         TorchmmError: The recipe is invalid, or the run stopped early.
     """
-    if problems := check_recipe(recipe, launched().world_size):
+    if problems := check_recipe(recipe, read_launch_environment().world_size):
         raise ConfigError(problems)
     _start(recipe)
     return Path(recipe.output_dir) / recipe.name
 
 
 def _start(recipe: Recipe) -> int:
-    log_to_console(make_console(), launched().rank)
+    log_to_console(make_console(), read_launch_environment().rank)
     check_system(recipe.data.workers)
     if recipe.data.workers:
-        fork_server()  # it imports torch at the same time as this process
-    with loading():
+        start_fork_server()  # it imports torch at the same time as this process
+    with report_imports():
         from torchmm.training.run import train as run
 
     return run(recipe)

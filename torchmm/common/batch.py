@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchmm.common.dtypes import ByteValues
-from torchmm.common.generated import GeneratedMeta, GeneratorInputs, held_rows
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, local_pixel_rows
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.tiles import Kept, TileSpec
+from torchmm.common.tiles import TileRegion, TileSpec
 
 IGNORE_TARGET = -100
 """Target value of positions that are not included in the loss."""
@@ -66,13 +66,15 @@ class ImageMeta:
     """Maximum number of pixels of a video frame after resizing. 0: the limit of images."""
 
 
-def padded_images(count: int) -> int:
+def cuda_graph_image_count(count: int) -> int:
     """Return the number of images that a CUDA graph for `count` images has, at most 1.5 x `count`.
 
     These are 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, so that a run has few graphs.
     """
-    power = 1 << max(0, count - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+    upper_power = 1 << max(0, count - 1).bit_length()
+    return (
+        upper_power * 3 // 4 if upper_power >= 4 and count <= upper_power * 3 // 4 else upper_power
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class SampleMeta:
         """Number of patches of all images, audio inputs and generated images."""
         return sum(i.patches for i in self.images) + sum(g.patches for g in self.generated)
 
-    def images_read_by(self, encoder: str) -> list[ImageMeta]:
+    def images_of_encoder(self, encoder: str) -> list[ImageMeta]:
         """Return the images of an encoder, in order."""
         return [i for i in self.images if (i.encoder or self.encoder) == encoder]
 
@@ -118,7 +120,7 @@ class MicrobatchMeta:
     balanced: bool = False
     """Whether images are those that this rank encodes or generates for all data-parallel ranks. All
     ranks then run all encoders and the generator, also without images."""
-    arriving: tuple[tuple[str, int], ...] = ()
+    received_tokens: tuple[tuple[str, int], ...] = ()
     """Encoders and their tokens in the packed sequences, if `balanced`. The ranks that encode the
     images send the features."""
 
@@ -136,37 +138,37 @@ class MicrobatchMeta:
         image_sample = []
         if images or generated:
             image_sample = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
-        arriving: Counter[str] = Counter()
+        received_tokens: Counter[str] = Counter()
         for sample in self.samples:
             for image in sample.images:
-                arriving[image.encoder or sample.encoder or ""] += image.tokens
+                received_tokens[image.encoder or sample.encoder or ""] += image.tokens
         return MicrobatchMeta(
             (*local_samples, *image_sample),
             self.tokens,
             balanced=True,
-            arriving=tuple(sorted(arriving.items())),
+            received_tokens=tuple(sorted(received_tokens.items())),
         )
 
-    def images_read_by(self, encoder: str) -> list[ImageMeta]:
+    def images_of_encoder(self, encoder: str) -> list[ImageMeta]:
         """Return the images of an encoder, in order."""
-        return [image for sample in self.samples for image in sample.images_read_by(encoder)]
+        return [image for sample in self.samples for image in sample.images_of_encoder(encoder)]
 
     def patches(self, encoder: str) -> list[int]:
         """Return the number of patches of each image of an encoder, in order."""
-        return [image.patches for image in self.images_read_by(encoder)]
+        return [image.patches for image in self.images_of_encoder(encoder)]
 
     @property
     def generated(self) -> list[GeneratedMeta]:
         """Images and videos that the generator is trained to produce, in order."""
         return [image for sample in self.samples for image in sample.generated]
 
-    def images_for(self, module: str) -> Sequence[ImageMeta | GeneratedMeta]:
+    def module_images(self, module: str) -> Sequence[ImageMeta | GeneratedMeta]:
         """Return the images of an encoder, or the generated images of the generator, in order."""
-        return self.generated if module == GENERATOR else self.images_read_by(module)
+        return self.generated if module == GENERATOR else self.images_of_encoder(module)
 
-    def images_of(self, module: str) -> int:
+    def module_image_count(self, module: str) -> int:
         """Return the number of images of an encoder or of the generator."""
-        return len(self.images_for(module))
+        return len(self.module_images(module))
 
     @property
     def used_tokens(self) -> int:
@@ -193,7 +195,7 @@ class ImageSizes(NamedTuple):
     are its context."""
 
     @classmethod
-    def of(cls, samples: Sequence[SampleMeta], modules: Sequence[str]) -> ImageSizes:
+    def from_samples(cls, samples: Sequence[SampleMeta], modules: Sequence[str]) -> ImageSizes:
         """Return the sizes of the images of samples.
 
         Args:
@@ -214,7 +216,7 @@ class ImageSizes(NamedTuple):
         return cls(np.array(counts, np.int64), np.array(sizes, np.int64).reshape(-1, 4))
 
     @classmethod
-    def of_groups(
+    def from_groups(
         cls, groups_N: NDArray[np.int64], read: Callable[[int, NDArray[np.int64]], ImageSizes]
     ) -> ImageSizes:
         """Return the sizes of the images of samples that are read group by group.
@@ -236,22 +238,20 @@ class ImageSizes(NamedTuple):
             starts_N[members] = total + np.cumsum(part.counts_N) - part.counts_N
             parts.append(part.sizes_I4)
             total += len(part.sizes_I4)
-        return cls(counts_N, np.concatenate(parts)[consecutive(starts_N, counts_N)])
+        return cls(counts_N, np.concatenate(parts)[concatenate_ranges(starts_N, counts_N)])
 
-    def followed_by(self, others: ImageSizes) -> ImageSizes:
-        """Return the images of each sample, followed by `others` of the same sample."""
-        counts_2N = np.stack([self.counts_N, others.counts_N])
+    def append_per_sample(self, other: ImageSizes) -> ImageSizes:
+        """Return the images of each sample, followed by `other` of the same sample."""
+        counts_2N = np.stack([self.counts_N, other.counts_N])
         starts_2N = np.cumsum(counts_2N).reshape(counts_2N.shape) - counts_2N
-        rows_I = consecutive(starts_2N.T.flatten(), counts_2N.T.flatten())
-        return ImageSizes(
-            counts_2N.sum(0), np.concatenate([self.sizes_I4, others.sizes_I4])[rows_I]
-        )
+        rows_I = concatenate_ranges(starts_2N.T.flatten(), counts_2N.T.flatten())
+        return ImageSizes(counts_2N.sum(0), np.concatenate([self.sizes_I4, other.sizes_I4])[rows_I])
 
-    def part(self, samples: NDArray[np.int64]) -> ImageSizes:
+    def select(self, samples: NDArray[np.int64]) -> ImageSizes:
         """Return the sizes of the images of some samples, in their order."""
         starts_N = np.cumsum(self.counts_N) - self.counts_N
         counts = self.counts_N[samples]
-        return ImageSizes(counts, self.sizes_I4[consecutive(starts_N[samples], counts)])
+        return ImageSizes(counts, self.sizes_I4[concatenate_ranges(starts_N[samples], counts)])
 
 
 class Imbalance(NamedTuple):
@@ -266,12 +266,12 @@ class Imbalance(NamedTuple):
     after: float
     """As executed."""
 
-    def figures(self, name: str) -> dict[str, float]:
+    def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of a step record."""
         return {f"{name}_imbalance": self.after, f"{name}_imbalance_before": self.before}
 
 
-class Arrangement(NamedTuple):
+class SequenceAssignment(NamedTuple):
     """New assignment of the sequences of a global batch."""
 
     places: Sequence[Sequence[Sequence[int]]]
@@ -279,7 +279,7 @@ class Arrangement(NamedTuple):
     imbalance: Imbalance | None = None
 
 
-class ImageOwners(NamedTuple):
+class ImageAssignment(NamedTuple):
     """Ranks that encode or generate the images of one microbatch of all ranks.
 
     Work is summed over modules, in any unit.
@@ -295,7 +295,9 @@ class ImageOwners(NamedTuple):
     """Mean work of all ranks."""
 
 
-def consecutive(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
+def concatenate_ranges(
+    starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return the concatenation of the ranges [start, start + count)."""
     shifts_N = starts_N - (np.cumsum(counts_N) - counts_N)
     return np.arange(int(counts_N.sum())) + np.repeat(shifts_N, counts_N)
@@ -310,26 +312,27 @@ class EncoderInputs:
     frames. Sizes are Python integers, so kernel launches need no synchronization.
 
     Sizes and positions are those of all images. A rank can have the pixels of some images, because
-    it decodes only its share of the images of its stages (`torchmm.common.row_slices.Reads`).
+    it decodes only its share of the images of its stages
+    (`torchmm.common.sequence_slices.DecodeAssignment`).
     """
 
     pixels: Tensor
-    """Pixels of the images in `held`: (N, C, height, width) or (P, D). float32, or uint8 until they
-    are needed (`values`)."""
+    """Pixels of the images in `local_images`: (N, C, height, width) or (P, D). float32, or uint8
+    until they are needed (`values`)."""
     grids_thw: list[tuple[int, int, int]]
     """(frames, rows, columns) of patches of each image."""
     positions_K: Tensor
     """Position in the T tokens of the microbatch of each output token, sorted by image, int64."""
-    kept: list[Kept] | None = None
+    tile_regions: list[TileRegion] | None = None
     """Output tokens of each image, and line ends. None: all tokens, without line ends."""
     patches_per_token: int | None = None
     """Number of consecutive audio patches per output token. Remaining patches have no token. None:
     all patches of an image become tokens."""
-    held: list[int] | None = None
+    local_images: list[int] | None = None
     """Images with pixels on this rank, ascending. None: all images, on all ranks."""
     byte_values: ByteValues | None = None
     """Values of uint8 pixels."""
-    blank: list[int] = field(default_factory=list)
+    undecodable: list[int] = field(default_factory=list)
     """Images that could not be decoded, ascending. Encoders receive zeros instead."""
 
     def values(self) -> EncoderInputs:
@@ -338,14 +341,14 @@ class EncoderInputs:
             return self
         assert self.byte_values is not None
         pixels = self.byte_values.look_up(self.pixels)
-        for image in self.blank:
-            rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
+        for image in self.undecodable:
+            rows, _ = local_pixel_rows(self.pixel_rows, self.local_images, range(image, image + 1))
             pixels[rows] = 0
         return replace(self, pixels=pixels, byte_values=None)
 
     def without_pixels(self) -> EncoderInputs:
         """Return the same sizes and positions without pixels."""
-        return replace(self, pixels=self.pixels[:0], held=[])
+        return replace(self, pixels=self.pixels[:0], local_images=[])
 
     @property
     def pixel_rows(self) -> list[int]:
@@ -368,37 +371,37 @@ class EncoderInputs:
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
         selected = slice(images.start, images.stop)
-        if self.kept is not None:
-            tokens_of_images = _slice_of([kept.tokens for kept in self.kept], selected)
+        if self.tile_regions is not None:
+            token_slice = _token_slice([region.tokens for region in self.tile_regions], selected)
         elif self.patches_per_token is not None:
-            tokens_of_images = _slice_of(
+            token_slice = _token_slice(
                 [count // self.patches_per_token for count in patches], selected
             )
         else:
             # All images of an encoder have the same number of patches per output token.
             tokens = len(self.positions_K)
             total = sum(patches)
-            tokens_of_images = slice(start * tokens // total, stop * tokens // total)
-        rows, held = held_rows(self.pixel_rows, self.held, images)
+            token_slice = slice(start * tokens // total, stop * tokens // total)
+        rows, local_images = local_pixel_rows(self.pixel_rows, self.local_images, images)
         return EncoderInputs(
             self.pixels[rows],
             self.grids_thw[selected],
-            self.positions_K[tokens_of_images],
-            self.kept and self.kept[selected],
+            self.positions_K[token_slice],
+            self.tile_regions and self.tile_regions[selected],
             self.patches_per_token,
-            held,
+            local_images,
             self.byte_values,
-            [image - images.start for image in self.blank if image in images],
+            [image - images.start for image in self.undecodable if image in images],
         )
 
 
-def _slice_of(counts: list[int], selected: slice) -> slice:
+def _token_slice(counts: list[int], selected: slice) -> slice:
     """Return the slice of the tokens of some images."""
     first = sum(counts[: selected.start])
     return slice(first, first + sum(counts[selected]))
 
 
-def even_ranges(count: int, parts: int) -> list[range]:
+def split_evenly(count: int, parts: int) -> list[range]:
     """Split `count` items into `parts` consecutive groups, with larger groups first.
 
     Raises:
@@ -454,7 +457,7 @@ class Microbatch:
     @property
     def generated_count(self) -> int:
         """Number of generated images in the loss."""
-        return self.generator.count if self.generator else 0
+        return self.generator.loss_count if self.generator else 0
 
     def values(self) -> Microbatch:
         """Return the microbatch with float32 pixels."""
@@ -504,7 +507,7 @@ class Microbatch:
         return replace(self, encoders=encoders, generator=generator, **tensors)
 
 
-Marks = tuple[int | str, ...]
+MarkerText = tuple[int | str, ...]
 """Text before or after an image: token IDs, or plain text without special tokens."""
 
 
@@ -515,13 +518,13 @@ class ClipText:
     group: str = "<{mean_s:.1f} seconds>{frames}"
     """Text of a frame or group with its time. Fields: first_s (time of the first frame), whole_s
     (the same, truncated to seconds), mean_s (mean time of the first and last frame)."""
-    prefix: Marks = ()
+    prefix: MarkerText = ()
     """Text before the video."""
-    suffix: Marks = ()
+    suffix: MarkerText = ()
 
 
 @dataclass(frozen=True)
-class SoundChunks:
+class AudioChunks:
     """Chunks of audio that the encoder processes separately."""
 
     samples: int
@@ -564,7 +567,7 @@ class ImageSpec:
     pooled: int = 1
     """Number of consecutive audio patches that the encoder averages into one. Remaining patches are
     dropped."""
-    sound_chunks: SoundChunks | None = None
+    sound_chunks: AudioChunks | None = None
     """Chunks of audio. None: audio is processed at once, to the end of the last patch."""
     tiles: TileSpec | None = None
     """Tiling of images. None: no tiling. Video frames are not tiled."""
@@ -572,7 +575,8 @@ class ImageSpec:
     """If patches span several frames: whether each group of frames is a separate image with its
     time. Otherwise, a video is one image."""
     ends_lines: bool = False
-    """Whether `EncoderInputs.kept` selects the tokens of each tile and contains line ends."""
+    """Whether `EncoderInputs.tile_regions` selects the tokens of each tile and contains line
+    ends."""
 
     @property
     def patches_per_token(self) -> int:
@@ -590,9 +594,9 @@ class TextSpec:
     vocab_size: int
     image_token_id: int | None
     """Placeholder ID at image positions. Its embedding is not used."""
-    image_prefix: Marks = ()
+    image_prefix: MarkerText = ()
     """Text before each image, such as the ID of <|vision_start|>."""
-    image_suffix: Marks = ()
+    image_suffix: MarkerText = ()
     row_end_id: int | None = None
     """Token after each row of image tokens except the last. None: no token."""
     bos_token_id: int | None = None
@@ -608,7 +612,7 @@ class TextSpec:
     clip: ClipText = ClipText()
     sound_token_id: int | None = None
     """Placeholder ID at positions of audio. None: audio uses the text of images."""
-    sound_prefix: Marks = ()
-    sound_suffix: Marks = ()
+    sound_prefix: MarkerText = ()
+    sound_suffix: MarkerText = ()
     around_sounds: tuple[str, str] = ("", "")
     """See `TextConventions`."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import jinja2
 
 EXIT_DONE = 0
-LISTED = 20
+MAX_LISTED = 20
 """Maximum number of problems in an error message. It also has the total number."""
-MOST_LISTED = 100
+MAX_LISTED_PROBLEMS = 100
 """Maximum number of problems of a recipe in an error message."""
 
 LIBRARY_ERRORS = (
@@ -37,7 +37,7 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Att
 """Exceptions that chat templates raise for messages of an unsupported form."""
 
 
-def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> str:
+def list_problems(head: str, problems: Sequence[str], listed: int = MAX_LISTED) -> str:
     """Return a heading and the first problems, one per line."""
     lines = [head, *(f"  - {problem}" for problem in problems[:listed])]
     if len(problems) > listed:
@@ -62,7 +62,7 @@ class ConfigError(TorchmmError):
     """The recipe, an override or the command line is invalid. Nothing was started.
 
     Args:
-        problems: All problems. The message lists the first `MOST_LISTED`, one per line.
+        problems: All problems. The message lists the first `MAX_LISTED_PROBLEMS`, one per line.
     """
 
     exit_code = 2
@@ -73,7 +73,7 @@ class ConfigError(TorchmmError):
             super().__init__(self.problems[0])
         else:
             head = f"{len(self.problems)} problems in the recipe:"
-            super().__init__(list_problems(head, self.problems, MOST_LISTED))
+            super().__init__(list_problems(head, self.problems, MAX_LISTED_PROBLEMS))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.problems,)  # pickling preserves all problems
@@ -142,14 +142,18 @@ def install_command(extra: str) -> str:
         lines = importlib.metadata.requires("torchmm") or []
     except importlib.metadata.PackageNotFoundError:  # the package was copied, not installed
         lines = []
-    parts = [line.replace("'", '"').partition(";") for line in lines]
-    requirements = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
+    fields_of_lines = [line.replace("'", '"').partition(";") for line in lines]
+    requirements = [
+        requirement.strip()
+        for requirement, _, marker in fields_of_lines
+        if f'extra == "{extra}"' in marker
+    ]
     if not requirements:
         return f"install the packages of torchmm's extra {extra!r}"
     return f"pip install {shlex.join(requirements)}"
 
 
-def describe_refusal(error: Exception) -> str:
+def describe_load_error(error: Exception) -> str:
     """Return the reason why Hugging Face cannot load a model or tokenizer, in one line.
 
     Models and tokenizers can contain custom code. Hugging Face recommends to trust it, which

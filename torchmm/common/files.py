@@ -29,7 +29,7 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def read_prepared(directory: Path) -> dict[str, Any]:
+def read_prepared_manifest(directory: Path) -> dict[str, Any]:
     """Return the entries of `PREPARED_FILE` by data set, or an empty dict without the file."""
     path = directory / PREPARED_FILE
     entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -40,7 +40,7 @@ class UnsafeNameError(ValueError):
     """File name from an untrusted file that can leave the directory of this file."""
 
 
-def require_relative_name(name: object, where: str) -> str:
+def check_relative_name(name: object, where: str) -> str:
     """Return `name` if it is a relative path without "..", on every operating system.
 
     Call it for each file name of a manifest, an index or an archive, before the name is joined to a
@@ -67,7 +67,7 @@ def require_relative_name(name: object, where: str) -> str:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and sync it to disk. The caller must sync the directory entry."""
-    with naming_the_file(path, len(data)), path.open("xb") as file:
+    with add_path_to_os_errors(path, len(data)), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -75,14 +75,18 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def _copy_synced(source: Path, target: Path) -> None:
     size_bytes = source.stat().st_size
-    with source.open("rb") as read, naming_the_file(target, size_bytes), target.open("xb") as file:
+    with (
+        source.open("rb") as read,
+        add_path_to_os_errors(target, size_bytes),
+        target.open("xb") as file,
+    ):
         shutil.copyfileobj(read, file, _COPY_BYTES)
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
+def add_path_to_os_errors(path: Path, size_bytes: int) -> Iterator[None]:
     """Add path, size and free space to write errors. Python omits them when it flushes a buffer."""
     try:
         yield
@@ -135,7 +139,7 @@ def check_writable(directory: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def overwrite(path: Path, data: bytes) -> None:
+def overwrite_in_place(path: Path, data: bytes) -> None:
     """Overwrite an existing file in place, which also works on a full disk.
 
     Readers can see a partially written file. Content that is longer than the allocated space may

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from torchmm.common.dtypes import ByteValues
 
-DRAWN = ByteValues(np.arange(256, dtype=np.float32)[None] / np.float32(127.5) - np.float32(1))
+TARGET_PIXEL_VALUES = ByteValues(
+    np.arange(256, dtype=np.float32)[None] / np.float32(127.5) - np.float32(1)
+)
 """Values of uint8 pixels: [-1, 1]."""
 
 
@@ -45,7 +47,7 @@ class GeneratedMeta:
         return prod(self.grid_thw)
 
 
-DUMMY = GeneratedMeta((1, 1, 1), 1)
+DUMMY_IMAGE = GeneratedMeta((1, 1, 1), 1)
 """The smallest image. It is the dummy image of microbatches without images."""
 
 
@@ -93,18 +95,18 @@ class GeneratorInputs:
     """Position in the T tokens of the microbatch of each context token, int64."""
     contexts: list[int]
     """Number of context tokens of each image."""
-    counted: list[bool]
+    in_loss: list[bool]
     """Whether each image is included in the loss. False if it could not be decoded."""
-    held: list[int] | None = None
+    local_images: list[int] | None = None
     """Images with pixels and noise on this rank, ascending. None: all images, on each rank that
     generates images."""
     latent_values: int = 0
     """Number of latents per patch, which pixels are encoded to. 0 if pixels are generated."""
-    encoded: bool = False
+    is_encoded: bool = False
     """Whether `patches_PV` already contains latents."""
 
     @property
-    def drawn_noise_PV(self) -> Tensor:
+    def target_noise_PV(self) -> Tensor:
         """Noise of the generated pixels or latents."""
         return self.noise_PV[:, : self.latent_values] if self.latent_values else self.noise_PV
 
@@ -118,16 +120,20 @@ class GeneratorInputs:
         """Return float32 pixels, for generators. Pixels of images outside the loss are 0."""
         if self.patches_PV.dtype != torch.uint8:
             return self
-        pixels_PV = DRAWN.look_up(self.patches_PV)
-        for image, counted in enumerate(self.counted):
-            if not counted:
-                rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
+        pixels_PV = TARGET_PIXEL_VALUES.look_up(self.patches_PV)
+        for image, is_in_loss in enumerate(self.in_loss):
+            if not is_in_loss:
+                rows, _ = local_pixel_rows(
+                    self.pixel_rows, self.local_images, range(image, image + 1)
+                )
                 pixels_PV[rows] = 0
         return replace(self, patches_PV=pixels_PV)
 
     def without_pixels(self) -> GeneratorInputs:
         """Return the same sizes, times and positions without pixels."""
-        return replace(self, patches_PV=self.patches_PV[:0], noise_PV=self.noise_PV[:0], held=[])
+        return replace(
+            self, patches_PV=self.patches_PV[:0], noise_PV=self.noise_PV[:0], local_images=[]
+        )
 
     @property
     def pixel_rows(self) -> list[int]:
@@ -135,9 +141,9 @@ class GeneratorInputs:
         return [prod(grid) for grid in self.grids_thw]
 
     @property
-    def count(self) -> int:
+    def loss_count(self) -> int:
         """Number of images in the loss."""
-        return sum(self.counted)
+        return sum(self.in_loss)
 
     def select(self, images: range) -> GeneratorInputs:
         """Return the inputs of consecutive images. Tensors are views.
@@ -151,20 +157,20 @@ class GeneratorInputs:
                 f"{len(self.grids_thw)} generated images"
             )
         selected = slice(images.start, images.stop)
-        of_patches, held = held_rows(self.pixel_rows, self.held, images)
+        patch_slice, local_images = local_pixel_rows(self.pixel_rows, self.local_images, images)
         tokens = list(accumulate(self.contexts, initial=0))
-        of_tokens = slice(tokens[images.start], tokens[images.stop])
+        token_slice = slice(tokens[images.start], tokens[images.stop])
         return GeneratorInputs(
-            self.patches_PV[of_patches],
-            self.noise_PV[of_patches],
+            self.patches_PV[patch_slice],
+            self.noise_PV[patch_slice],
             self.times[selected],
             self.grids_thw[selected],
-            self.context_positions_K[of_tokens],
+            self.context_positions_K[token_slice],
             self.contexts[selected],
-            self.counted[selected],
-            held,
+            self.in_loss[selected],
+            local_images,
             self.latent_values,
-            self.encoded,
+            self.is_encoded,
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:
@@ -177,21 +183,24 @@ class GeneratorInputs:
         )
 
 
-def held_rows(
-    rows: Sequence[int], held: Sequence[int] | None, images: range
+def local_pixel_rows(
+    rows: Sequence[int], local_images: Sequence[int] | None, images: range
 ) -> tuple[slice, list[int] | None]:
     """Find the pixels of consecutive images, if the rank has pixels of some images.
 
     Args:
         rows: Number of pixel rows of each image.
-        held: Images with pixels on this rank, ascending. None: all images.
+        local_images: Images with pixels on this rank, ascending. None: all images.
         images: Consecutive images.
 
     Returns:
-        (slice of the pixel rows, indices within `images`). The indices are None if `held` is None.
+        (slice of the pixel rows, indices within `images`). The indices are None if `local_images`
+        is None.
     """
-    available = range(len(rows)) if held is None else held
+    available = range(len(rows)) if local_images is None else local_images
     start = sum(rows[image] for image in available if image < images.start)
     selected = [image for image in available if image in images]
     pixel_slice = slice(start, start + sum(rows[image] for image in selected))
-    return pixel_slice, None if held is None else [image - images.start for image in selected]
+    return pixel_slice, None if local_images is None else [
+        image - images.start for image in selected
+    ]

@@ -35,25 +35,25 @@ class ConvolutionSizes(NamedTuple):
 MixerSizes = DeltaSizes | ConvolutionSizes
 
 
-class LowRank(NamedTuple):
+class AdapterSizes(NamedTuple):
     """Sizes of the adapter of a frozen linear: two trainable matrices and optional magnitudes."""
 
     inputs: int
     outputs: int
     rank: int
-    divided: Literal["inputs", "outputs"] | None
+    sharded_dim: Literal["inputs", "outputs"] | None
     """Sharded dimension of the linear under tensor parallelism. None if it is replicated."""
     magnitudes: bool = False
 
 
-class Rounded(NamedTuple):
+class Float8Linears(NamedTuple):
     """Linears of a layer whose inputs, weights and gradients are cast to float8 for matmuls."""
 
     linears: tuple[tuple[int, int], ...]
     """(inputs, outputs) of each linear."""
-    calls: int
+    cast_calls: int
     """Number of operators of a cast."""
-    products: bool
+    has_float8_matmuls: bool
     """Whether matmuls run in float8, or in the compute dtype (emulated)."""
 
 
@@ -79,9 +79,9 @@ class LayerDescription:
     norm_place: Literal["before", "behind", "around", "shared"] = "before"
     """Positions of norms: before attention and MLP, after them ("behind"), or both ("around").
     "shared": attention and MLP read the output of one norm."""
-    more_norms: int = 0
+    extra_norms: int = 0
     """Number of additional norms over all features."""
-    norms_of_same: int = 0
+    norms_sharing_input: int = 0
     """Number of additional norms that have the same input as a different norm."""
     norm_weight_float32: bool = False
     """Whether norm weights are multiplied with float32 values, which are saved for backward."""
@@ -107,7 +107,7 @@ class LayerDescription:
     """Number of experts per token."""
     router_norm: bool = False
     """Whether the router has a norm without weight and scales. It shares its input with a norm."""
-    plain_scores: bool = False
+    has_eager_scores: bool = False
     """Whether attention scores are eager matmuls (caps, sinks), whose results are not saved."""
     expert_biases: bool = False
     """Whether the linears of experts have biases."""
@@ -131,17 +131,17 @@ class LayerDescription:
     """Features from which keys and values of all heads are computed (latent attention), or 0."""
     shared_key_dim: int = 0
     """Features of the key that all heads share (latent attention)."""
-    other_weights: int = 0
+    extra_matmul_weights: int = 0
     """Weights of additional matmuls that all positions use and other sizes do not include."""
-    adapters: tuple[LowRank, ...] = ()
+    adapters: tuple[AdapterSizes, ...] = ()
     """Adapters of linears. All other parameters of the module are frozen and not trainable."""
-    rounded: Rounded | None = None
+    rounded: Float8Linears | None = None
     """Linears with float8 matmuls."""
     parameters: int = 0
     """Number of parameters with biases, norms and adapters. 0: those of matmuls."""
 
 
-class LatentWork(NamedTuple):
+class AutoencoderOperators(NamedTuple):
     """Operators of one kind in the encoder of an autoencoder, per patch of the generator."""
 
     kind: Literal["matmul", "norm", "activation", "elementwise"]
@@ -153,25 +153,25 @@ class LatentWork(NamedTuple):
     """Number of operators for frames that are encoded together."""
 
 
-class LatentSizes(NamedTuple):
+class AutoencoderSizes(NamedTuple):
     """Frozen autoencoder whose latents a generator produces."""
 
-    work: tuple[LatentWork, ...]
+    work: tuple[AutoencoderOperators, ...]
     pair_flops: float
     """FLOPs of attention per pair of patches of a frame."""
     attentions: int
-    attended: float
+    attention_elements: float
     """Elements per patch that attentions read and write."""
-    live: float
+    peak_elements: float
     """Peak number of live elements per patch."""
     encode_batch_size: int
     encoder_parameters: int
     decoder_parameters: int
-    values: int
+    latents_per_patch: int
     """Number of latents per patch."""
-    pixels: int
+    pixels_per_patch: int
     """Number of pixel values per patch."""
-    noise: int
+    noise_per_patch: int
     """Number of random values per patch in the data."""
 
 
@@ -182,43 +182,44 @@ class ModuleDescription:
     name: str
     kind: Literal["llm", "encoder", "generator"]
     layers: tuple[LayerDescription, ...]
-    pre_flops_per_unit: int
+    embedding_flops_per_unit: int
     """Forward FLOPs per unit (token or patch) before the layers, such as the patch embedding."""
-    post_flops_per_unit: int
+    head_flops_per_unit: int
     """Forward FLOPs per output unit after the layers: the connector of an encoder per token, the LM
     head per target, the output layer of a generator per patch."""
     parameters: int
     trainable: bool = True
     connector_trainable: bool = True
-    """Whether the connector is trainable. That of an encoder is part of `post_flops_per_unit`, that
+    """Whether the connector is trainable. That of an encoder is part of `head_flops_per_unit`, that
     of a generator has `context_flops_per_unit`."""
-    connector_adapters: tuple[LowRank | None, ...] = ()
+    connector_adapters: tuple[AdapterSizes | None, ...] = ()
     """Encoders: adapter of each linear of the connector, whose other parameters are frozen. Empty
     without adapters."""
     connector_norm: bool = False
     """Whether the connector of an encoder starts with a norm with weights."""
     connector_linears: int = 2
-    """Number of `post_linears`, from the end, that belong to the connector of an encoder."""
+    """Number of `head_linears`, from the end, that belong to the connector of an encoder."""
     patches_per_token: int = 1
     """Number of patches per output token (encoders)."""
     tied: bool = False
     """Whether input and output embeddings share a weight (LLMs)."""
-    pre_linears: tuple[tuple[int, int], ...] = ()
-    """(inputs, outputs) of the matmuls in `pre_flops_per_unit`, for memory traffic only."""
-    post_linears: tuple[tuple[int, int], ...] = ()
-    """(inputs, outputs) of the matmuls in `post_flops_per_unit`, for memory traffic only."""
-    pre_parameters: int = 0
+    embedding_linears: tuple[tuple[int, int], ...] = ()
+    """(inputs, outputs) of the matmuls in `embedding_flops_per_unit`, for memory traffic only."""
+    head_linears: tuple[tuple[int, int], ...] = ()
+    """(inputs, outputs) of the matmuls in `head_flops_per_unit`, for memory traffic only."""
+    embedding_parameters: int = 0
     """Number of parameters before the layers: patch embedding, or embedding of the LLM."""
-    post_parameters: int = 0
+    head_parameters: int = 0
     """Number of parameters after the layers: connector, or final norm and head, tied or not."""
-    loss_rows: int = 0
+    loss_chunk_targets: int = 0
     """LLMs: targets per chunk of the loss with gradients computed in forward. 0: no chunks."""
-    sharded_loss_rows: int = 0
-    """LLMs: `loss_rows` if tensor-parallel ranks shard the vocabulary and `loss_rows` is 0."""
-    taps: tuple[int, ...] = ()
+    sharded_loss_chunk_targets: int = 0
+    """LLMs: `loss_chunk_targets` if tensor-parallel ranks shard the vocabulary and
+    `loss_chunk_targets` is 0."""
+    deepstack_layers: tuple[int, ...] = ()
     """Encoders: layers whose outputs are passed to the connector in addition to the hidden states.
     They become additional feature blocks. LLMs: layers after which one of these blocks is added."""
-    value_bytes: int = 4
+    input_value_bytes: int = 4
     """Bytes per input value of the module in a microbatch. Pixels are uint8 until they are needed.
     Those of a generator have float32 noise."""
     extra_tokens: int = 0
@@ -229,14 +230,14 @@ class ModuleDescription:
     """Generators: forward FLOPs of the connector per context token, before the layers."""
     flops_per_image: int = 0
     """Generators: forward FLOPs per image before the layers, for any size (time embedding)."""
-    latents: LatentSizes | None = None
+    latents: AutoencoderSizes | None = None
     """Generators: frozen autoencoder. None if pixels are generated. Its parameters are included in
     those before and after the layers."""
-    keeps_slices: bool = True
+    is_sequence_sharded: bool = True
     """Whether ranks have slices of the sequence between layers with sequence parallelism."""
 
     @property
-    def given_parameters(self) -> tuple[int, int]:
+    def autoencoder_parameters(self) -> tuple[int, int]:
         """(before the layers, after them) numbers of frozen parameters of the autoencoder."""
         if self.latents is None:
             return 0, 0

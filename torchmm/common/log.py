@@ -36,7 +36,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from torchmm.common.files import naming_the_file
+from torchmm.common.files import add_path_to_os_errors
 
 QUIET_S = 3.0
 """Time without messages after which an operation logs its progress, and the minimum interval."""
@@ -69,10 +69,10 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
     to `logs/rank-N.log` in the run directory, which is created with the first warning. A second
     call replaces the handlers of the first call.
     """
-    logger = _own_logger()
+    logger = _reset_logger()
     log_dir = run_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True)
-    file = _RankFile(log_dir / f"rank-{rank}.log", delay=True, encoding="utf-8")
+    file = _RankFileHandler(log_dir / f"rank-{rank}.log", delay=True, encoding="utf-8")
     file.setLevel(logging.WARNING)
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
     logger.addHandler(file)
@@ -91,7 +91,7 @@ def log_to_console(
         rank: Rank of this process in a run, or None for a program.
         only_progress: Whether to show only progress and errors.
     """
-    logger = _own_logger()
+    logger = _reset_logger()
     if not rank:
         handler = _console_handler(console, rank, 0.0 if only_progress else GROWTH_AFTER_S)
         if only_progress:
@@ -99,7 +99,7 @@ def log_to_console(
         logger.addHandler(handler)
 
 
-def _own_logger() -> logging.Logger:
+def _reset_logger() -> logging.Logger:
     logger = logging.getLogger("torchmm")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -109,7 +109,7 @@ def _own_logger() -> logging.Logger:
     return logger
 
 
-class Work:
+class ProgressReport:
     """A long operation and its progress.
 
     Args:
@@ -117,68 +117,68 @@ class Work:
         total: Total number of units, or None if unknown.
         unit: Unit that `advance` counts, in the plural.
         measured: Returns the number of completed units when progress is logged. If None, `advance`
-            and `at` set it.
+            and `set_completed` set it.
     """
 
     def __init__(
         self,
-        what: str,
+        operation: str,
         total: int | None = None,
         unit: str = "",
-        measured: Callable[[], int] | None = None,
+        count_completed: Callable[[], int] | None = None,
     ) -> None:
-        self._what, self._total, self._unit = what, total, unit
-        self._measured = measured
-        self._done = 0
-        self.began_s = self._now_since_s = self._quiet_since_s = time.monotonic()
-        self._told = False
+        self._operation, self._total, self._unit = operation, total, unit
+        self._count_completed = count_completed
+        self._completed = 0
+        self.began_s = self._operation_started_s = self._quiet_since_s = time.monotonic()
+        self._was_reported = False
         self.ended = False
 
     def advance(self, count: int = 1) -> None:
         """Add completed units."""
-        self._done += count
+        self._completed += count
 
-    def at(self, done: int) -> None:
+    def set_completed(self, completed: int) -> None:
         """Set the number of completed units."""
-        self._done = done
+        self._completed = completed
 
-    def now(self, what: str) -> None:
+    def set_operation(self, operation: str) -> None:
         """Set the name of the current operation."""
-        self._what = what
-        self._now_since_s = time.monotonic()
+        self._operation = operation
+        self._operation_started_s = time.monotonic()
 
-    def said(self) -> None:
+    def mark_reported(self) -> None:
         """Postpone the next progress line, because a different message was logged."""
         self._quiet_since_s = time.monotonic()
 
-    def tell(self, why: str = "") -> None:
+    def report(self, reason: str = "") -> None:
         """Log the progress if no message was logged for `QUIET_S`."""
         if time.monotonic() - self._quiet_since_s >= QUIET_S:
-            self.tell_now(why)
+            self.report_now(reason)
 
-    def tell_now(self, why: str = "") -> None:
+    def report_now(self, reason: str = "") -> None:
         """Log the progress immediately."""
-        self.said()
-        self._told = True
-        if self._measured is not None:
-            self._done = self._measured()
-        _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
+        self.mark_reported()
+        self._was_reported = True
+        if self._count_completed is not None:
+            self._completed = self._count_completed()
+        _logger.info("%s%s", self, reason and f"; {reason}", extra={"work": self})
 
-    def end(self, how: str = "") -> None:
+    def end(self, outcome: str = "") -> None:
         """Stop the operation. Log the result if its progress was logged before."""
         self.ended = True
-        if self._told and how:
-            _logger.info("%s, %s", self, how, extra={"work": self})
+        if self._was_reported and outcome:
+            _logger.info("%s, %s", self, outcome, extra={"work": self})
 
     def __str__(self) -> str:
-        seconds = f"{time.monotonic() - self._now_since_s:.0f} s"
-        of = "" if self._total is None else f" of {self._total:,}"
-        count = f"{self._done:,}{of} {self._unit}, " if self._done or of else ""
-        return f"{self._what}: {count.replace(' ,', ',')}{seconds}"
+        seconds = f"{time.monotonic() - self._operation_started_s:.0f} s"
+        total = "" if self._total is None else f" of {self._total:,}"
+        count = f"{self._completed:,}{total} {self._unit}, " if self._completed or total else ""
+        return f"{self._operation}: {count.replace(' ,', ',')}{seconds}"
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def report_imports() -> Iterator[None]:
     """Log the imports of torch and transformers before they start, without garbage collection.
 
     The imports create a million objects and free none of them. Garbage collection would use a third
@@ -186,7 +186,7 @@ def loading() -> Iterator[None]:
     """
     gc.disable()
     try:
-        with working("loading torch and transformers", at_once=True):
+        with report_progress("loading torch and transformers", report_start=True):
             yield
     finally:
         gc.freeze()
@@ -194,46 +194,48 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
-def working(
-    what: str,
+def report_progress(
+    operation: str,
     total: int | None = None,
     unit: str = "",
-    measured: Callable[[], int] | None = None,
+    count_completed: Callable[[], int] | None = None,
     *,
-    at_once: bool = False,
-) -> Iterator[Work]:
-    """Log the progress of an operation every few seconds. See `Work` for the arguments.
+    report_start: bool = False,
+) -> Iterator[ProgressReport]:
+    """Log the progress of an operation every few seconds. See `ProgressReport` for the arguments.
 
     Args:
-        at_once: Whether to log a line before the operation starts.
+        report_start: Whether to log a line before the operation starts.
     """
-    work = Work(what, total, unit, measured)
+    progress = ProgressReport(operation, total, unit, count_completed)
     ended = threading.Event()
-    if at_once:
-        work.tell_now()
+    if report_start:
+        progress.report_now()
 
-    def tell() -> None:
+    def report_periodically() -> None:
         while not ended.wait(POLL_S):
-            work.tell()
+            progress.report()
 
-    thread = threading.Thread(target=tell, name=what, daemon=True)
+    thread = threading.Thread(target=report_periodically, name=operation, daemon=True)
     thread.start()
-    how = "stopped"
+    outcome = "stopped"
     try:
-        yield work
-        how = "done"
+        yield progress
+        outcome = "done"
     finally:
         ended.set()
         thread.join()
-        work.end(how)
+        progress.end(outcome)
 
 
-def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "") -> Iterator[T]:
-    """Yield the items of an iterable and log the progress as in `working`."""
-    with working(what, total, unit) as work:
-        for each in of:
-            yield each
-            work.advance()
+def iterate_with_progress(
+    operation: str, items: Iterable[T], total: int | None = None, unit: str = ""
+) -> Iterator[T]:
+    """Yield the items of an iterable and log the progress as in `report_progress`."""
+    with report_progress(operation, total, unit) as progress:
+        for item in items:
+            yield item
+            progress.advance()
 
 
 class _GrowingIntervals(logging.Filter):
@@ -246,10 +248,10 @@ class _GrowingIntervals(logging.Filter):
     def __init__(self, after_s: float) -> None:
         super().__init__()
         self._after_s = after_s
-        self._next_s: WeakKeyDictionary[Work, float] = WeakKeyDictionary()
+        self._next_s: WeakKeyDictionary[ProgressReport, float] = WeakKeyDictionary()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        work: Work | None = getattr(record, "work", None)
+        work: ProgressReport | None = getattr(record, "work", None)
         if work is None or work.ended:
             return True
         now_s = time.monotonic()
@@ -259,32 +261,34 @@ class _GrowingIntervals(logging.Filter):
         return True
 
 
-class _Terminal(RichHandler):
+class _TerminalHandler(RichHandler):
     """Messages, and a panel below them with all operations in progress."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, show_path=False, markup=False)
-        self._works: list[Work] = []
+        self._operations: list[ProgressReport] = []
         self._panel: Live | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        work: Work | None = getattr(record, "work", None)
+        work: ProgressReport | None = getattr(record, "work", None)
         if work is None or work.ended:
-            self._works = [other for other in self._works if other is not work]
-            if not self._works:
+            self._operations = [other for other in self._operations if other is not work]
+            if not self._operations:
                 self._clear()
             super().emit(record)
             return
-        if work not in self._works:
-            self._works.append(work)
-            self._works.sort(key=lambda work: work.began_s)  # inner operations are below outer ones
+        if work not in self._operations:
+            self._operations.append(work)
+            self._operations.sort(
+                key=lambda work: work.began_s
+            )  # inner operations are below outer ones
         if self._panel is None:
             self._panel = Live(self, console=self.console, transient=True)
             self._panel.start()
         self._panel.refresh()  # it does not refresh itself below the progress bar of steps
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for work in [work for work in self._works if not work.ended]:
+        for work in [work for work in self._operations if not work.ended]:
             yield Text(str(work), no_wrap=True, overflow="ellipsis")
 
     def _clear(self) -> None:
@@ -298,7 +302,7 @@ class _Terminal(RichHandler):
         super().close()
 
 
-class _RankFile(logging.FileHandler):
+class _RankFileHandler(logging.FileHandler):
     """Log file that never raises. Messages that cannot be written are printed to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -315,12 +319,12 @@ def _console_handler(
     console: Console, rank: int | None, growth_after_s: float = GROWTH_AFTER_S
 ) -> logging.Handler:
     if console.is_terminal:
-        return _Terminal(console)
-    plain = logging.StreamHandler(console.file)  # rich would wrap long lines at 80 columns
-    form = "%(message)s" if rank is None else f"[rank {rank}] %(levelname)s %(message)s"
-    plain.setFormatter(logging.Formatter(form))
-    plain.addFilter(_GrowingIntervals(growth_after_s))
-    return plain
+        return _TerminalHandler(console)
+    handler = logging.StreamHandler(console.file)  # rich would wrap long lines at 80 columns
+    message_format = "%(message)s" if rank is None else f"[rank {rank}] %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(message_format))
+    handler.addFilter(_GrowingIntervals(growth_after_s))
+    return handler
 
 
 class JsonlWriter:
@@ -336,7 +340,7 @@ class JsonlWriter:
         path.touch()
         self._path = path
         with path.open("r+b") as file:
-            self._last = self._length = file.truncate(_length_up_to(path, last_step))
+            self._last = self._length = file.truncate(_bytes_up_to_step(path, last_step))
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -347,7 +351,7 @@ class JsonlWriter:
         """
         clean = {k: None if _is_non_finite(v) else v for k, v in record.items()}
         line = json.dumps(clean, allow_nan=False) + "\n"
-        with naming_the_file(self._path, len(line)):
+        with add_path_to_os_errors(self._path, len(line)):
             self._file.write(line)
         self._last, self._length = self._length, self._length + len(line)
 
@@ -357,7 +361,7 @@ class JsonlWriter:
         Raises:
             OSError: See `write`.
         """
-        with naming_the_file(self._path, 0):
+        with add_path_to_os_errors(self._path, 0):
             self._file.truncate(self._last)
         self._length = self._last
         self.write(record)
@@ -367,7 +371,7 @@ class JsonlWriter:
         self._file.close()
 
 
-def _length_up_to(path: Path, last_step: int) -> int:
+def _bytes_up_to_step(path: Path, last_step: int) -> int:
     """Return the bytes of the leading complete lines up to `last_step`."""
     length = 0
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Processes: environment of a rank, start and exit of data workers, memory of CPU training.
 
-`launched` reads the variables of a launcher and checks them before the start of a run. torch finds
-errors only when ranks connect, and raises exceptions without advice.
+`read_launch_environment` reads the variables of a launcher and checks them before the start of a
+run. torch finds errors only when ranks connect, and raises exceptions without advice.
 
 Workers are forked from a fork server. Forking the training process is unsafe with CUDA, NCCL and
 checkpoint threads. Spawned processes would import all modules again, which takes seconds.
@@ -17,13 +17,13 @@ parent process ID, does not work, because the parent is the fork server. Workers
 blocked in a read do not notice the closed pipe. They are killed, because multiprocessing would
 otherwise wait for them.
 
-`keep_freed_memory` is for processes that compute on a CPU. glibc returns large freed blocks to the
-system, so activations of the next step need new pages, which the kernel must clear. This takes 10%
-of a step for a SigLIP encoder with 256 patches per image. With this setting, malloc keeps freed
+`set_malloc_retention` is for processes that compute on a CPU. glibc returns large freed blocks to
+the system, so activations of the next step need new pages, which the kernel must clear. This takes
+10% of a step for a SigLIP encoder with 256 patches per image. With this setting, malloc keeps freed
 blocks, like the caching allocator of a GPU, and a process retains its peak memory. The MALLOC_
 environment variables are not suitable, because they must be set before a process starts.
 
-`without_collection` is for functions that create many objects without cycles, keep nearly all of
+`gc_disabled` is for functions that create many objects without cycles, keep nearly all of
 them, and return soon, such as planning. Garbage collection would find nothing to free.
 """
 
@@ -63,13 +63,13 @@ NICENESS = 19
 
 SHARED_MEMORY = "/dev/shm"
 """Directory through which data workers send tensors."""
-MORE_SHARED_MEMORY = (
+SHARED_MEMORY_ADVICE = (
     "make /dev/shm larger (docker run --shm-size=16g, or an emptyDir of medium Memory in "
     "Kubernetes), or set data.workers = 0"
 )
 OPEN_FILES = 65_536
 MIN_OPEN_FILES = 256
-MAX_TEMPORARY = 70
+MAX_TMPDIR_BYTES = 70
 """Maximum length of TMPDIR in bytes. A socket address has at most 107 bytes, and multiprocessing
 appends "/pymp-xxxxxxxx/listener-xxxxxxxx"."""
 
@@ -85,16 +85,16 @@ def check_system(workers: int) -> None:
             writable.
     """
     problems: list[str] = []
-    if (limit := allow_open_files()) < MIN_OPEN_FILES:
+    if (limit := raise_open_file_limit()) < MIN_OPEN_FILES:
         problems.append(
             f"environment: the limit of open files per process is {limit} (ulimit -n); set it "
             f"to at least {MIN_OPEN_FILES}, preferably {OPEN_FILES}"
         )
     temporary = tempfile.gettempdir()
-    if (length := len(os.fsencode(temporary))) > MAX_TEMPORARY:
+    if (length := len(os.fsencode(temporary))) > MAX_TMPDIR_BYTES:
         problems.append(
             f"environment: TMPDIR = {temporary!r} has {length} bytes, too long for socket "
-            f"paths; use a directory with at most {MAX_TEMPORARY} bytes, such as /tmp"
+            f"paths; use a directory with at most {MAX_TMPDIR_BYTES} bytes, such as /tmp"
         )
     if workers and Path(SHARED_MEMORY).is_dir():
         try:
@@ -103,13 +103,13 @@ def check_system(workers: int) -> None:
         except OSError as error:
             problems.append(
                 f"data.workers = {workers} requires {SHARED_MEMORY}, which is not writable: "
-                f"{error.strerror}; make it writable or {MORE_SHARED_MEMORY}"
+                f"{error.strerror}; make it writable or {SHARED_MEMORY_ADVICE}"
             )
     if problems:
         raise ConfigError(problems)
 
 
-def missing_compiler(device: str) -> str:
+def find_missing_compiler(device: str) -> str:
     """Return the missing requirement of torch.compile for a type of device, or "".
 
     On CUDA, it needs Triton, and Triton needs a C compiler to call its kernels.
@@ -123,7 +123,7 @@ def missing_compiler(device: str) -> str:
     return ""
 
 
-def allow_open_files() -> int:
+def raise_open_file_limit() -> int:
     """Raise the soft limit of open files towards `OPEN_FILES`, and return it.
 
     Each tensor from a worker uses a file descriptor. The usual limit of 1024 is too low.
@@ -136,7 +136,7 @@ def allow_open_files() -> int:
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def fork_server() -> Any:
+def start_fork_server() -> Any:
     """Return a multiprocessing context whose fork server has imported the data modules.
 
     From Python 3.13 on, it has also imported the main module.
@@ -164,13 +164,15 @@ class WorkerSetup:
 
 def make_worker_setup() -> Callable[[int], None]:
     """Return a `worker_init_fn` with which workers exit when this process exits."""
-    alive, ours = multiprocessing.Pipe(duplex=False)
+    alive, write_end = multiprocessing.Pipe(duplex=False)
     # `atexit` is too late in a multiprocessing child, which joins its children before.
-    multiprocessing.util.Finalize(None, _end_all, args=(ours,), exitpriority=EXIT_PRIORITY)
+    multiprocessing.util.Finalize(
+        None, _stop_children, args=(write_end,), exitpriority=EXIT_PRIORITY
+    )
     return WorkerSetup(alive)
 
 
-def end_workers(workers: Sequence[BaseProcess]) -> None:
+def kill_workers(workers: Sequence[BaseProcess]) -> None:
     """Kill workers that no longer respond. They ignore other signals."""
     for worker in workers:
         worker.kill()
@@ -187,7 +189,7 @@ def describe_state(pid: int | None) -> str:
     return ""
 
 
-def _end_all(pipe: Connection) -> None:
+def _stop_children(pipe: Connection) -> None:
     """Stop workers, and kill those that remain. multiprocessing would only send SIGTERM."""
     pipe.close()
     children = [child for child in multiprocessing.active_children() if child.daemon]
@@ -196,7 +198,7 @@ def _end_all(pipe: Connection) -> None:
     deadline = time.monotonic() + EXIT_WAIT_S
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))
-    end_workers([child for child in children if child.is_alive()])
+    kill_workers([child for child in children if child.is_alive()])
 
 
 def ignore_signals() -> None:
@@ -209,7 +211,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER, _LARGEST = -1, 1 << 30
 
 
-def yield_to_others(idle: bool) -> None:
+def lower_priority(idle: bool) -> None:
     """Reduce the priority of this process.
 
     Args:
@@ -223,7 +225,7 @@ def yield_to_others(idle: bool) -> None:
 
 
 def restore_priority(pid: int) -> None:
-    """Restore the priority of a process that called `yield_to_others`, so that it exits quickly.
+    """Restore the priority of a process that called `lower_priority`, so that it exits quickly.
 
     Without privileges, its niceness does not change.
     """
@@ -233,7 +235,7 @@ def restore_priority(pid: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, 0)
 
 
-def keep_freed_memory() -> bool:
+def set_malloc_retention() -> bool:
     """Make malloc keep freed blocks of up to 1 GiB for reuse. Return True if supported.
 
     Only glibc (Linux) supports it. Other platforms are unchanged.
@@ -246,29 +248,29 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
-class Launched(NamedTuple):
+class LaunchEnvironment(NamedTuple):
     """Rank of this process, and number of ranks."""
 
     rank: int
     world_size: int
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched:
+def read_launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Return the rank of this process from torchrun, Slurm or the user. The default is one rank.
 
     Raises:
         ConfigError: Variables are not integers, are inconsistent, or are missing.
     """
     problems: list[str] = []
-    size = _number(environment, "WORLD_SIZE", "1", 1, problems)
-    rank = _number(environment, "RANK", "0", 0, problems)
-    _number(environment, "LOCAL_RANK", "0", 0, problems)
+    size = _read_integer(environment, "WORLD_SIZE", "1", 1, problems)
+    rank = _read_integer(environment, "RANK", "0", 0, problems)
+    _read_integer(environment, "LOCAL_RANK", "0", 0, problems)
     if not problems and rank >= size:
         problems.append(f"RANK = {rank} is not below WORLD_SIZE = {size}")
     if size > 1:
         if not environment.get("MASTER_ADDR"):
             problems.append("MASTER_ADDR is not set, but there are several ranks")
-        if _number(environment, "MASTER_PORT", "", 0, problems) > 65_535:
+        if _read_integer(environment, "MASTER_PORT", "", 0, problems) > 65_535:
             problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is not a port number")
     if problems:
         remedy = (
@@ -276,10 +278,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
             "earlier launcher"
         )
         raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
-    return Launched(rank, size)
+    return LaunchEnvironment(rank, size)
 
 
-def _number(
+def _read_integer(
     environment: Mapping[str, str], name: str, default: str, minimum: int, problems: list[str]
 ) -> int:
     text = environment.get(name, default)
@@ -290,12 +292,12 @@ def _number(
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable garbage collection of cycles. Can be nested."""
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()

@@ -30,10 +30,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 from torchmm.common.processes import (
     describe_state,
-    fork_server,
+    lower_priority,
     make_worker_setup,
     restore_priority,
-    yield_to_others,
+    start_fork_server,
 )
 
 MIN_BACKGROUND_MS = 5.0
@@ -42,26 +42,26 @@ For shorter steps, requests and answers would take as much time."""
 EXIT_S = 5.0
 """Maximum time until a process that closed its connection or was killed has exited."""
 
-END: Literal["end"] = "end"
+END_OF_STEPS: Literal["end"] = "end"
 """Answer to requests after the last step."""
 
 Answer = TypeVar("Answer")
 Priority = Literal["normal", "low", "idle"]
 """Priority of a process. "idle" processes run only on idle cores."""
-Work = Callable[[Any, "Progress"], Answer | Exception | None]
+AnswerFunction = Callable[[Any, "RequestStatus"], Answer | Exception | None]
 
 
 class StepProcessError(Exception):
     """A step process has exited, hangs, or cannot compute a step."""
 
 
-class Progress:
+class RequestStatus:
     """State of a request in the process that computes the answer."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection, self._number = connection, number
 
-    def put(self, answer: Any) -> None:
+    def send_preliminary(self, answer: Any) -> None:
         """Send a preliminary answer, which replaces earlier answers to this request."""
         self._connection.send((self._number, answer, False))
 
@@ -70,14 +70,14 @@ class Progress:
         return self._connection.poll()
 
 
-def serve(connection: Connection, work: Work[Any]) -> None:
+def serve(connection: Connection, work: AnswerFunction[Any]) -> None:
     """Answer requests until the other side of the connection is closed."""
     try:
         while True:
             number, request = connection.recv()
             while connection.poll():
                 number, request = connection.recv()
-            answer = work(request, Progress(connection, number))
+            answer = work(request, RequestStatus(connection, number))
             if answer is not None:
                 connection.send((number, answer, True))
     except (EOFError, ConnectionError):
@@ -100,14 +100,14 @@ def start_process(
         priority: Priority of the process.
         daemon: Whether the process has no child processes.
     """
-    context = fork_server()
-    connection, theirs = context.Pipe()
+    context = start_fork_server()
+    connection, remote = context.Pipe()
     process = context.Process(
-        target=_run, args=(theirs, make_worker_setup(), priority, target, args), name=name,
+        target=_run, args=(remote, make_worker_setup(), priority, target, args), name=name,
         daemon=daemon,
     )  # fmt: skip
     process.start()
-    theirs.close()
+    remote.close()
     return process, connection
 
 
@@ -120,7 +120,7 @@ def _run(
 ) -> None:
     setup(0)
     if priority != "normal":
-        yield_to_others(priority == "idle")
+        lower_priority(priority == "idle")
     gc.freeze()  # Imported modules are not garbage. Scanning them took 17% of planning time.
     target(connection, *args)
 
@@ -134,7 +134,9 @@ class StepProcess(Generic[Answer]):
         priority: Priority of the process.
     """
 
-    def __init__(self, work: Work[Answer], name: str, priority: Priority = "normal") -> None:
+    def __init__(
+        self, work: AnswerFunction[Answer], name: str, priority: Priority = "normal"
+    ) -> None:
         self._process, self._connection = start_process(serve, work, name=name, priority=priority)
         self._requests: queue.Queue[tuple[int, Any] | None] = queue.Queue(1)
         self._changed = threading.Condition()
@@ -250,7 +252,7 @@ class RestartingProcess(Generic[Answer]):
         self._task, self._fallback, self._final_fallback = task, fallback, final_fallback
         self._max_deaths, self._deaths = max_deaths, 0
         self._process: StepProcess[Answer] | None = None
-        self._cpu_ms = 0.0
+        self._last_cpu_ms = 0.0
         """CPU time of the last step that this process computed."""
         self._restart_after: int | None = None
         """Step after which a process that exited is restarted."""
@@ -271,13 +273,13 @@ class RestartingProcess(Generic[Answer]):
         self._process = self._start()
 
     @contextmanager
-    def compute_here(self) -> Iterator[None]:
+    def compute_locally(self) -> Iterator[None]:
         """Measure the CPU time of a step in this process, and start a process if it takes long."""
         begin_s = time.thread_time()
         yield
         cpu_ms = 1e3 * (time.thread_time() - begin_s)
-        is_slow = min(cpu_ms, self._cpu_ms) >= MIN_BACKGROUND_MS
-        self._cpu_ms = cpu_ms
+        is_slow = min(cpu_ms, self._last_cpu_ms) >= MIN_BACKGROUND_MS
+        self._last_cpu_ms = cpu_ms
         if is_slow and not self.is_running and not self.is_lost and self._restart_after is None:
             self._logger.info(
                 "%s takes %.0f ms of CPU time; computing further steps in a background "

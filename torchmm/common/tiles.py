@@ -5,8 +5,8 @@ The rows of an image span several tiles:
     tile 0 | tile 1      LLM: row 0 of tile 0, row 0 of tile 1, line end,
     tile 2 | tile 3           row 1 of tile 0, row 1 of tile 1, line end, ...
 
-`torchmm.data` computes the tokens of each tile (`Kept`), and the connector selects them. If the
-features of an image are interpolated to a smaller size, both need the weights of each tile.
+`torchmm.data` computes the tokens of each tile (`TileRegion`), and the connector selects them. If
+the features of an image are interpolated to a smaller size, both need the weights of each tile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TileSpec:
     """AnyRes: maximum number of tiles of an image after interpolation. 0: unlimited."""
 
 
-class Shrunk(NamedTuple):
+class TileDownsample(NamedTuple):
     """Bilinear interpolation of the features of an image to fewer rows and columns, for one tile.
 
     A tile contributes to some outputs. If adjacent tiles contribute to the same output, the
@@ -50,7 +50,7 @@ class Shrunk(NamedTuple):
     to_columns: tuple[int, int]
 
 
-class Kept(NamedTuple):
+class TileRegion(NamedTuple):
     """Rectangle of features of a tile, in row-major order, and line end embeddings after it."""
 
     top: int
@@ -58,7 +58,7 @@ class Kept(NamedTuple):
     left: int
     right: int
     line_ends: int
-    shrunk: Shrunk | None = None
+    downsample: TileDownsample | None = None
     """Interpolation of the rectangle, or None."""
 
     @property
@@ -66,22 +66,22 @@ class Kept(NamedTuple):
         """Number of rows of the connector output."""
         rows = (self.top, self.bottom)
         columns = (self.left, self.right)
-        if self.shrunk is not None:
-            rows = self.shrunk.to_rows
-            columns = self.shrunk.to_columns
+        if self.downsample is not None:
+            rows = self.downsample.to_rows
+            columns = self.downsample.to_columns
         return (rows[1] - rows[0]) * (columns[1] - columns[0]) + self.line_ends
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> Kept:
+    def from_json(cls, values: list[Any]) -> TileRegion:
         """Create it from nested lists of JSON."""
         top, bottom, left, right, line_ends, shrunk = values
         if shrunk is not None:
-            shrunk = Shrunk._make(tuple(v) if isinstance(v, list) else v for v in shrunk)
+            shrunk = TileDownsample._make(tuple(v) if isinstance(v, list) else v for v in shrunk)
         return cls(top, bottom, left, right, line_ends, shrunk)
 
 
 @lru_cache(maxsize=256)
-def shrink_weights(before: int, after: int) -> np.ndarray:
+def interpolation_weights(before: int, after: int) -> np.ndarray:
     """Return the (after, before) interpolation weights, float32.
 
     NumPy, because a tensor that is created in inference mode cannot be used in training.

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
+from torchmm.common.layers import AdapterSizes, LayerDescription, ModuleDescription
 from torchmm.costs.components import Linear, norm_kept_bytes
 from torchmm.costs.execution import Setting
 from torchmm.costs.layers import (
@@ -81,7 +81,7 @@ class Layers(Block):
         """Return the operators of a layer, see `torchmm.costs.layers`."""
         return layer_operators(self.layer, sizes, setting)
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return the bytes that a layer saves, see `torchmm.costs.layers`."""
         return layer_kept_bytes(self.layer, sizes, setting, weights=weights)
 
@@ -92,7 +92,7 @@ class Layers(Block):
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
         """Return the bytes of temporaries, including the activations of a recomputed layer."""
         whole = setting._replace(execution=replace(setting.execution, recompute="none"))
-        whole_N, kept_N = (self.kept_bytes(sizes, s, self.trained) for s in (whole, setting))
+        whole_N, kept_N = (self.saved_bytes(sizes, s, self.trained) for s in (whole, setting))
         own_N = layer_temporary_bytes(self.layer, sizes, setting, weights=self.trained)
         return (whole_N - kept_N) * has_backward + own_N
 
@@ -118,7 +118,7 @@ class Inputs(Block):
         """Return no operators."""
         return Operators.none()
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return the bytes of token IDs."""
         return 8 * sizes.inputs_N
 
@@ -184,7 +184,7 @@ class Projection(Block):
     normed: tuple[str, int] | None = None
     after_norm: bool = False
     divided: bool = False
-    adapter: LowRank | None = None
+    adapter: AdapterSizes | None = None
 
     @property
     def _low_ranks(self) -> LowRanks:
@@ -225,7 +225,7 @@ class Projection(Block):
             (passes.forward if self.last else passes.inputs).append(operator)
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return the bytes of the inputs of linear layer, activation function and norm."""
         size = setting.element_bytes
         normed_N = sizes.units_N * 0.0
@@ -234,7 +234,7 @@ class Projection(Block):
             trained = weights and self.adapter is None
             normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, trained)
             normed_N = normed_N + 8 * sizes.units_N
-        normed_N = normed_N + weights * self._low_ranks.kept_bytes(self._rows_N(sizes), setting)
+        normed_N = normed_N + weights * self._low_ranks.saved_bytes(self._rows_N(sizes), setting)
         split = setting.execution.tensor if self.divided and self.last else 1
         tensors = weights + (self.role != "embedding" and not self.first)
         return normed_N + size * tensors * self._rows_N(sizes) * self.linear[0] / split
@@ -333,7 +333,7 @@ class Head(Block):
             )
         return Operators(forward, inputs, weights, again)
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return the bytes of final norm, selected positions, and log-probabilities or logits."""
         size = setting.element_bytes
         hidden, vocabulary = self.linear
@@ -417,15 +417,15 @@ def _before(module: ModuleDescription) -> list[Block]:
         blocks += [
             Projection(trained, role="context", linear=(size, size), first=i == 0) for i in (0, 1)
         ]
-    linears: Sequence[Linear] = module.pre_linears
-    if module.pre_flops_per_unit and not linears:
-        linears = [_square(module.pre_flops_per_unit)]
+    linears: Sequence[Linear] = module.embedding_linears
+    if module.embedding_flops_per_unit and not linears:
+        linears = [_square(module.embedding_flops_per_unit)]
     if module.kind == "llm":
         hidden = module.layers[0].hidden_size
-        return [Table(module.trainable, parameters=module.pre_parameters, hidden=hidden)]
+        return [Table(module.trainable, parameters=module.embedding_parameters, hidden=hidden)]
     per_image = module.flops_per_image
     if not linears:
-        parameters = module.pre_parameters
+        parameters = module.embedding_parameters
         return [*blocks, Inputs(module.trainable, 1, True, parameters, per_image)]
     for index, linear in enumerate(linears):
         leaf = index == 0
@@ -443,14 +443,14 @@ def _before(module: ModuleDescription) -> list[Block]:
 
 
 def _after(module: ModuleDescription) -> list[Block]:
-    linears: Sequence[Linear] = module.post_linears
-    if not linears and module.post_flops_per_unit:
+    linears: Sequence[Linear] = module.head_linears
+    if not linears and module.head_flops_per_unit:
         # A connector has two linear layers, which are assumed to be equal.
         halves = 2 if module.kind == "encoder" else 1
-        linears = [_square(module.post_flops_per_unit / halves)] * halves
+        linears = [_square(module.head_flops_per_unit / halves)] * halves
     if module.kind == "llm":
         norm = module.layers[-1].norm
-        rows = module.loss_rows
+        rows = module.loss_chunk_targets
         return [Head(module.trainable, linear=sizes, norm=norm, rows=rows) for sizes in linears]
     blocks: list[Block] = []
     encoder_linears = len(linears) - module.connector_linears  # linear layers of the encoder

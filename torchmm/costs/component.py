@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from torchmm.common.layers import LayerDescription, Rounded
+from torchmm.common.layers import Float8Linears, LayerDescription
 from torchmm.costs.execution import Matrices, Setting
 from torchmm.costs.operators import (
     CLAMPED,
@@ -128,7 +128,7 @@ class Component:
         """Return operators other than norms, linear layers, residuals and tensor parallelism."""
         return Operators.none()
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes saved for the backward pass, without inputs of layer, norms and linears.
 
         Args:
@@ -242,7 +242,7 @@ class FeedForward(Component):
             passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=1))
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes of tensors of intermediate size, including the input of down."""
         inside = {"quick_gelu": 2, CLAMPED: 4}.get(self.layer.activation, 1)
         if setting.execution.compiled:  # recomputed from the results of the linear layers
@@ -278,7 +278,7 @@ class Experts(FeedForward):
         """Return the shards. The router is replicated."""
         return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes saved for experts and router.
 
         Each (token, expert) pair has one row before and after the expert MLP, with row indices,
@@ -296,7 +296,7 @@ class Experts(FeedForward):
             # Tensors before and after the scales, and a float32 copy of the input as in all norms.
             copied = 4 if size < 4 else 0
             routed_N = routed_N + (2 * size * weights + copied) * hidden_N + 4 * sizes.units_N
-        return super().kept_bytes(sizes, setting, weights) + row_bytes * rows_N + routed_N
+        return super().saved_bytes(sizes, setting, weights) + row_bytes * rows_N + routed_N
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Return the norm of the router."""
@@ -483,7 +483,7 @@ class SharedExpert(Component):
             passes.inputs.append(Operator("elementwise", memory_bytes=6 * token_N, calls=4))
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes of tensors of intermediate size, and of the result before its gate."""
         inside = 2 if setting.execution.compiled else 3
         inner = (inside + weights) * self.layer.shared_ffn_size / setting.execution.tensor
@@ -493,7 +493,7 @@ class SharedExpert(Component):
 
 def round_products(
     passes: Operators,
-    rounded: Rounded,
+    rounded: Float8Linears,
     components: Sequence[Component],
     sizes: TaskSizes,
     setting: Setting,
@@ -522,7 +522,10 @@ def round_products(
 
 
 def cast_bytes(
-    rounded: Rounded | None, components: Sequence[Component], sizes: TaskSizes, setting: Setting
+    rounded: Float8Linears | None,
+    components: Sequence[Component],
+    sizes: TaskSizes,
+    setting: Setting,
 ) -> Array:
     """Return the bytes of float8 cast temporaries of the largest linear layer, by task.
 
@@ -541,7 +544,7 @@ def cast_bytes(
     return np.max(found_N, axis=0)
 
 
-def _uses_float8(component: Component, name: str, rounded: Rounded) -> bool:
+def _uses_float8(component: Component, name: str, rounded: Float8Linears) -> bool:
     """Return True if a linear layer uses float8."""
     whole = component.local_linears(1).get(name)
     return whole in rounded.linears and not isinstance(component, Experts)

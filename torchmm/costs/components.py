@@ -8,7 +8,7 @@ more class and one more entry of the list:
     LayerDescription              sizes, from `describe_layer` of a model family
       |  is_in
     Attention, FeedForward, ...   one object per component of the layer
-      |  linears, flops_N, operators, kept_bytes, ...
+      |  linears, flops_N, operators, saved_bytes, ...
     layers.py                     sums: costs of the layer
 
 The shape suffix N means tasks.
@@ -71,7 +71,7 @@ class Attention(Component):
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
-        others = self.layer.other_weights // hidden
+        others = self.layer.extra_matmul_weights // hidden
         value = {} if self.layer.value_is_key else {"value": (hidden, key_value)}
         return {
             "query": (hidden, query),
@@ -132,16 +132,16 @@ class Attention(Component):
         backward = _fused("attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size)
         return Operators([forward], [backward], [], [])
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes of queries, keys, values, and the result of fused attention."""
         shares = setting.execution.context > 1
         query, key = attended_widths(self.layer, setting.execution)
         # Saving a slice of a packed result saves the full tensor.
         values = query + 2 * key if self.layer.packed_qkv and not shares else key
         inputs_N = setting.element_bytes * sizes.units_N * (query + key + values)
-        if self.layer.plain_scores and not weights:  # no linear layer saves the result
+        if self.layer.has_eager_scores and not weights:  # no linear layer saves the result
             return inputs_N
-        if shares and (weights or self.layer.output_gate) and not self.layer.plain_scores:
+        if shares and (weights or self.layer.output_gate) and not self.layer.has_eager_scores:
             # The result is saved twice: by tokens for the linear layer or gate, and by heads for
             # attention.
             inputs_N = inputs_N + setting.element_bytes * sizes.units_N * query
@@ -155,7 +155,7 @@ class Attention(Component):
         """Return the bytes of the attention result, and of log-sum-exp per head and position."""
         query, _ = head_widths(self.layer, setting.execution)
         result_N = setting.element_bytes * sizes.units_N * query
-        if self.layer.plain_scores:  # recomputed from queries, keys and values
+        if self.layer.has_eager_scores:  # recomputed from queries, keys and values
             return result_N
         return result_N + 4 * self.layer.heads / setting.execution.tensor * sizes.units_N
 
@@ -211,13 +211,13 @@ class GatedAttention(Attention):
             of_pass.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes of attention, of the gate and its sigmoid, and of the gated result."""
         query, _ = head_widths(self.layer, setting.execution)
         # In float32, the query norm saves the full result of the query projection with the gate.
         tensors = 1 + weights + (setting.element_bytes == 4)
         gates_N = setting.element_bytes * sizes.units_N * query * tensors
-        return super().kept_bytes(sizes, setting, weights) + gates_N
+        return super().saved_bytes(sizes, setting, weights) + gates_N
 
 
 class LatentAttention(Attention):
@@ -266,7 +266,7 @@ class LatentAttention(Attention):
         ranks = self._ranks()
         return norm_operators(self.layer.norm, sizes.units_N * sum(ranks), len(ranks), setting)
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         They are queries, keys, the up projection of keys and values, the result, and latent
@@ -329,7 +329,7 @@ class CrossAttention(Attention):
         backward = _fused("attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size)
         return Operators([forward], [backward], [], [])
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         - Queries, keys, values, the result and its log-sum-exp.
@@ -421,7 +421,7 @@ class Heads(Component):
             passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=calls))
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes that norms of queries, keys and values save."""
         layer = self.layer
         if not layer.qk_norm:
@@ -480,7 +480,7 @@ def around_generator_bytes(
     if start == 0:
         kept_N = kept_N + size * TIME_WIDTH * hidden * sizes.images_N
     if stop == len(module.layers):
-        values = module.post_linears[-1][1] if module.post_linears else 0
+        values = module.head_linears[-1][1] if module.head_linears else 0
         norm_N = (1 + module.trainable) * sizes.units_N + 2 * sizes.images_N
         kept_N = kept_N + size * hidden * norm_N + (8 + 4 * values) * sizes.units_N
     return kept_N

@@ -151,8 +151,8 @@ class Execution:
         compiled: Whether torch.compile compiles the layers.
         graphs: Whether layers are launched as CUDA graphs.
         states: Bytes of training states per parameter.
-        reduces_each: Whether FSDP2 reduces gradients in every backward pass instead of once per
-            step.
+        reduces_every_microbatch: Whether FSDP2 reduces gradients in every backward pass instead of
+            once per step.
     """
 
     tensor: int = 1
@@ -166,7 +166,7 @@ class Execution:
     compiled: bool = False
     graphs: bool = False
     states: States = FLOAT32
-    reduces_each: bool = False
+    reduces_every_microbatch: bool = False
 
     @property
     def uses_fsdp(self) -> bool:

@@ -95,7 +95,7 @@ def microbatch_flops(
 def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
     """Return a flag per module: True if it has a trained source in a microbatch."""
     encoders = any(
-        meta.images_read_by(m.name) and (learns(m) or m.connector_trainable)
+        meta.images_of_encoder(m.name) and (learns(m) or m.connector_trainable)
         for m in modules
         if m.kind == "encoder"
     )
@@ -138,7 +138,7 @@ def _arriving(
     if module.kind == "encoder":
         return np.zeros(len(microbatches), bool)
     sources = [m for m in modules if m.kind == "encoder" and (learns(m) or m.connector_trainable)]
-    has_source = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
+    has_source = [any(meta.images_of_encoder(m.name) for m in sources) for meta in microbatches]
     is_trained = module.kind == "generator" and any(learns(m) for m in modules if m.kind == "llm")
     return np.array(has_source, bool) | is_trained
 
@@ -211,10 +211,11 @@ def module_layers(
                 costs=tuple(layers),
                 sub_microbatched=module.kind != "llm",
                 trainable=tuple(module.trainable or bool(o.adapters) for o in module.layers),
-                pre_cost=sum(costs[:first]),
-                post_cost=sum(costs[first + len(of_layers) :]),
-                pre_trainable=module.trainable or (is_generator and module.connector_trainable),
-                post_trainable=module.trainable
+                embedding_cost=sum(costs[:first]),
+                head_cost=sum(costs[first + len(of_layers) :]),
+                embedding_trainable=module.trainable
+                or (is_generator and module.connector_trainable),
+                head_trainable=module.trainable
                 or (not is_generator and module.connector_trainable),
                 tied=module.tied,
             )
@@ -277,7 +278,9 @@ def task_durations(
         values = (of_passes.forward_N, backward_N, of_passes.inputs_N, of_passes.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):
             for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
-                flops[kind, stage.index, *key] = value / len(graph.layout.mirrored[stage.index])
+                flops[kind, stage.index, *key] = value / len(
+                    graph.layout.mirror_stages[stage.index]
+                )
 
     return lambda action: flops[action[:4]]
 

@@ -264,8 +264,8 @@ def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
 def _norm_count(layer: LayerDescription, sublayers: int) -> int:
     """Return the number of norms over all features, without the norm of the router."""
     if layer.norm_place == "shared":
-        return 1 + layer.more_norms
-    return sublayers * (2 if layer.norm_place == "around" else 1) + layer.more_norms
+        return 1 + layer.extra_norms
+    return sublayers * (2 if layer.norm_place == "around" else 1) + layer.extra_norms
 
 
 def keeps_input(layer: LayerDescription, setting: Setting, *, weights: bool) -> bool:
@@ -420,10 +420,10 @@ def layer_kept_bytes(
     gathered = execution.residual_share if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
     if element_bytes == 4 or execution.compiled:  # norms save no copies
-        kept_N -= layer.norms_of_same * element_bytes * input_N
+        kept_N -= layer.norms_sharing_input * element_bytes * input_N
     read = 1 if layer.norm_place == "shared" else sublayers
     kept_N += read * weights * element_bytes * inputs_N  # inputs of linear layers
-    return kept_N + sum(c.kept_bytes(sizes, setting, weights) for c in components)
+    return kept_N + sum(c.saved_bytes(sizes, setting, weights) for c in components)
 
 
 def received_bytes(
@@ -569,8 +569,8 @@ def stage_parameters(
     """
     first = start == 0
     last = stop == len(module.layers)
-    before = float(module.pre_parameters)
-    behind = float(module.post_parameters)
+    before = float(module.embedding_parameters)
+    behind = float(module.head_parameters)
     unknown = not before and not behind
     if unknown or (module.tied and first and last):  # tied: the embedding is the head
         before = max(0.0, module.parameters - _all_layers(module) - behind)
@@ -580,7 +580,7 @@ def stage_parameters(
     adapters = [adapter for adapter in module.connector_adapters if adapter is not None]
     whole = sees and module.connector_trainable and not adapters
     split = 1 if draws else tensor
-    given = module.given_parameters
+    given = module.autoencoder_parameters
     draws = draws and module.connector_trainable
     counts = [
         (before / split * first, given[0] * first, module.trainable or draws),

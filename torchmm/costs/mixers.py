@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription, LowRank
+from torchmm.common.layers import AdapterSizes, ConvolutionSizes, DeltaSizes, LayerDescription
 from torchmm.costs.component import Component, Linear, Temporaries, exchange_of_heads
 from torchmm.costs.execution import Matrices, Setting
 from torchmm.costs.operators import (
@@ -147,7 +147,7 @@ class DeltaNet(Component):
         state = d.key_dim * d.value_dim
         return 4 * d.value_heads * (inside_N + state) * sizes.chunks_N(length_N)
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the bytes saved by convolution, activation, recurrence, norm and gate.
 
         Two int64 index tensors for permuting the tokens of the packed sequence are also saved.
@@ -250,7 +250,7 @@ class ShortConvolution(Component):
             of_pass.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
         return passes
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         They are the result of the linear layer, the gated input with and without inserted zeros,
@@ -319,14 +319,14 @@ class LowRanks:
         adapters: Sizes of the adapters.
     """
 
-    def __init__(self, adapters: Sequence[LowRank]) -> None:
+    def __init__(self, adapters: Sequence[AdapterSizes]) -> None:
         self._adapters = adapters
 
     def _local(self, tensor: int) -> list[_Adapter]:
         return [
             _Adapter(
-                adapter.inputs / (tensor if adapter.divided == "inputs" else 1),
-                adapter.outputs / (tensor if adapter.divided == "outputs" else 1),
+                adapter.inputs / (tensor if adapter.sharded_dim == "inputs" else 1),
+                adapter.outputs / (tensor if adapter.sharded_dim == "outputs" else 1),
                 adapter.rank,
                 adapter.magnitudes,
             )
@@ -375,11 +375,11 @@ class LowRanks:
         """Yield the all-reduces of squared row norms for weights with sharded rows (DoRA)."""
         tensor = setting.execution.tensor
         for adapter in self._adapters:
-            if adapter.magnitudes and adapter.divided == "inputs" and tensor > 1:
+            if adapter.magnitudes and adapter.sharded_dim == "inputs" and tensor > 1:
                 sent = all_reduce_bytes(4 * adapter.outputs, tensor)
                 yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
 
-    def kept_bytes(self, rows_N: Array, setting: Setting) -> Array:
+    def saved_bytes(self, rows_N: Array, setting: Setting) -> Array:
         """Return the bytes of low-rank features, and of the inputs of magnitudes."""
         local = self._local(setting.execution.tensor)
         kept = sum(adapter.rank + adapter.magnitudes * adapter.outputs for adapter in local)
@@ -440,9 +440,9 @@ class Adapters(Component):
         """Return the operators of all adapters."""
         return self.low_ranks.operators(sizes.units_N, setting)
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Return the saved bytes without the inputs of linear layers, which are already counted."""
-        return weights * self.low_ranks.kept_bytes(sizes.units_N, setting)
+        return weights * self.low_ranks.saved_bytes(sizes.units_N, setting)
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
         """Return the bytes of the results of the adapter matmuls."""

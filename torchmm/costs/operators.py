@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from torchmm.common.layers import LatentSizes, Rounded
+from torchmm.common.layers import AutoencoderSizes, Float8Linears
 from torchmm.costs.devices import NODE, Device, Link
 from torchmm.costs.execution import Setting
 from torchmm.costs.sizes import Array, TaskSizes
@@ -399,7 +399,7 @@ def rounded_matmul(
     rows: Array | float,
     inputs: float,
     outputs: float,
-    rounded: Rounded,
+    rounded: Float8Linears,
     setting: Setting,
     *,
     has_cast_input: bool = False,
@@ -428,18 +428,18 @@ def rounded_matmul(
             once = [name for name in once if name != "y"]
         values = sum(elements[name] for name in once) if setting.execution.compiled else cast
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
-        calls = 2 * (rounded.calls - (size == 4))
+        calls = 2 * (rounded.cast_calls - (size == 4))
         if setting.execution.compiled:  # read for magnitudes, and again for the cast
             cast_bytes = 2 * size + 1
             calls = 4
-        moved = (1 if rounded.products else size) * cast + size * elements[written]
+        moved = (1 if rounded.has_float8_matmuls else size) * cast + size * elements[written]
         passes.append(
             [
                 Operator(
                     "matmul",
                     2 * rows * inputs * outputs,
                     memory_bytes=moved,
-                    dtype="float8" if rounded.products else "",
+                    dtype="float8" if rounded.has_float8_matmuls else "",
                 ),
                 Operator("elementwise", memory_bytes=cast_bytes * values, calls=calls),
             ]
@@ -586,7 +586,7 @@ class Block(ABC):
         """Return the operators of each pass."""
 
     @abstractmethod
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return the bytes that are saved from the forward to the backward pass, by task.
 
         Args:
@@ -615,7 +615,7 @@ class Encoding(Block):
         of: Sizes of the VAE encoder.
     """
 
-    of: LatentSizes = field(kw_only=True)
+    of: AutoencoderSizes = field(kw_only=True)
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Return the FLOPs of convolutions, and of attention in each frame."""
@@ -636,13 +636,13 @@ class Encoding(Block):
                 Operator(work.kind, flops_N, size * moved_N, calls=work.calls * calls_N)
             )
         pairs_N = self.of.pair_flops * sizes.frame_pairs_N
-        read_N = size * self.of.attended * sizes.drawn_N
+        read_N = size * self.of.attention_elements * sizes.drawn_N
         if self.of.attentions:
             calls_N = self.of.attentions * calls_N
             operators.append(Operator("attention", pairs_N, memory_bytes=read_N, calls=calls_N))
         return Operators(operators, [], [], [])
 
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Return zeros."""
         return 0.0 * sizes.drawn_N
 
@@ -657,5 +657,5 @@ class Encoding(Block):
         maximum size.
         """
         at_once_N = np.minimum(sizes.frames_N, self.of.encode_batch_size) * sizes.largest_frame_N
-        pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels * sizes.drawn_N
-        return pixels_N + setting.element_bytes * self.of.live * at_once_N
+        pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels_per_patch * sizes.drawn_N
+        return pixels_N + setting.element_bytes * self.of.peak_elements * at_once_N

@@ -34,10 +34,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, split_evenly
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.row_slices import image_shares, task_images
+from torchmm.common.sequence_slices import assign_images, task_images
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.orders import inputs_need_gradient
 
@@ -325,7 +325,7 @@ def pack_sizes(
         at = np.flatnonzero([bool(images) for images in generated])
         # Padding depends on the number of sub-microbatches. Without padding, bounds stay valid.
         return at, generator_sizes([generated[i] for i in at]) if len(at) else None
-    shown = [pack.images_read_by(module.name) for pack in packs]
+    shown = [pack.images_of_encoder(module.name) for pack in packs]
     at = np.flatnonzero([bool(images) for images in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
 
@@ -334,7 +334,7 @@ def text_tokens(meta: MicrobatchMeta) -> int:
     """Return the number of tokens that can be targets, without image tokens and padding."""
     images = sum(i.tokens for s in meta.samples for i in s.images)
     if meta.balanced:  # the listed images are in the sequences of any rank
-        images = sum(tokens for _, tokens in meta.arriving)
+        images = sum(tokens for _, tokens in meta.received_tokens)
     # Tiles may share tokens (`ImageMeta.tokens`).
     return max(0, meta.used_tokens - images)
 
@@ -438,7 +438,7 @@ def module_tasks(
     parts = graph.sub_microbatches.get(module.name, (1,) * graph.microbatches)
     keys = [(i, part) for i, count in enumerate(parts) for part in range(count)]
     if module.kind == "encoder":
-        read = [meta.images_read_by(module.name) for meta in microbatches]
+        read = [meta.images_of_encoder(module.name) for meta in microbatches]
         if graph.context > 1:
             shares = [
                 _shared_groups(*pair, graph.context) for pair in zip(read, parts, strict=True)
@@ -470,7 +470,7 @@ def _shared_groups(
         Images by task and rank.
     """
     shares = [
-        images[own.start : own.stop] for own in image_shares([i.patches for i in images], ranks)
+        images[own.start : own.stop] for own in assign_images([i.patches for i in images], ranks)
     ]
     places = [[task_images(len(own), tasks, i, ranks) for own in shares] for i in range(tasks)]
     return [
@@ -504,5 +504,5 @@ def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[
                 f"{index}; use at most one per image"
             )
         if count:
-            groups += [available[r.start : r.stop] for r in even_ranges(len(available), count)]
+            groups += [available[r.start : r.stop] for r in split_evenly(len(available), count)]
     return groups

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.common.processes import allow_open_files
-from torchmm.common.row_slices import Reads
+from torchmm.common.processes import raise_open_file_limit
+from torchmm.common.sequence_slices import DecodeAssignment
 from torchmm.data.loader import Loader
 from torchmm.data.nodes import State
 from torchmm.data.samples import find_samples, sample_service
@@ -47,7 +47,7 @@ def build_loader(  # noqa: PLR0913 - the inputs of a run
     balance: ImageBalancer | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
-    reads: Reads | None = None,
+    reads: DecodeAssignment | None = None,
 ) -> Loader:
     """Build the loader of one data-parallel rank.
 
@@ -123,7 +123,7 @@ def _plan_steps(
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:
     _check_sizes(training, data_parallel_size)
-    allow_open_files()
+    raise_open_file_limit()
     if rank > 0:
         datasets.disable_progress_bars()  # all ranks convert the same files
 

@@ -1,8 +1,9 @@
 """Decode planned samples to tensors, in worker processes.
 
 Each rank reads and tokenizes all records of its data-parallel rank, because plans and losses depend
-on the number of targets. It decodes only the images that `Reads` assigns to it. It does not open
-the files of the remaining images, except for tiles and videos, whose text depends on the file.
+on the number of targets. It decodes only the images that `DecodeAssignment` assigns to it. It does
+not open the files of the remaining images, except for tiles and videos, whose text depends on the
+file.
 
 A sample that is corrupt is masked (`torchmm.data.microbatch_builder`). Ranks of a replica may find
 different corrupt samples, so `StepDecoder.mask_corrupt_samples` masks the samples that the
@@ -24,9 +25,9 @@ from torch.utils.data import Dataset
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.processes import MORE_SHARED_MEMORY
-from torchmm.common.row_slices import BalancedMicrobatch, Reads
-from torchmm.common.tiles import Kept
+from torchmm.common.processes import SHARED_MEMORY_ADVICE
+from torchmm.common.sequence_slices import BalancedMicrobatch, DecodeAssignment
+from torchmm.common.tiles import TileRegion
 from torchmm.data.corrupt import CorruptSampleError, record_errors_at
 from torchmm.data.items import (
     AssignedSample,
@@ -87,7 +88,7 @@ class DecodedStep:
             return replace(
                 self,
                 microbatches=[],
-                failure=f"a data worker cannot write a step: {reason}; {MORE_SHARED_MEMORY}",
+                failure=f"a data worker cannot write a step: {reason}; {SHARED_MEMORY_ADVICE}",
             )
         return replace(self, microbatches=shared)
 
@@ -111,18 +112,18 @@ class StepDecoder(Dataset[DecodedStep]):
         reader: SampleReader,
         sources: Sequence[MapSource | None],
         sequence_length: int,
-        reads: Reads | None = None,
+        reads: DecodeAssignment | None = None,
     ) -> None:
         self._reader = reader
         self._sources = sources
         self._sequence_length = sequence_length
         self._reads = reads
 
-    def for_rank(self, reads: Reads | None) -> StepDecoder:
+    def for_rank(self, reads: DecodeAssignment | None) -> StepDecoder:
         """Return a decoder of the same samples for a rank that decodes these images."""
         return StepDecoder(self._reader, self._sources, self._sequence_length, reads)
 
-    def without_sources(self, reads: Reads | None) -> StepDecoder:
+    def without_sources(self, reads: DecodeAssignment | None) -> StepDecoder:
         """Return a decoder that only checks the microbatches of another process (`rebuild`)."""
         return StepDecoder(self._reader, (), self._sequence_length, reads)
 
@@ -236,11 +237,11 @@ class StepDecoder(Dataset[DecodedStep]):
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
         return BalancedMicrobatch(
             **values,
-            read=read.encoder_inputs(),
-            drawn=read.generator_inputs(),
-            read_for=rank_images.read_for,
-            read_by=rank_images.read_by,
-            balanced_meta=task_meta,
+            rank_encoders=read.encoder_inputs(),
+            rank_generator=read.generator_inputs(),
+            image_sources=rank_images.read_for,
+            image_owners=rank_images.read_by,
+            rank_meta=task_meta,
         )
 
     def images_to_decode(self, microbatches: list[list[PackItems]]) -> list[dict[str, range]]:
@@ -483,7 +484,7 @@ class StepDecoder(Dataset[DecodedStep]):
         modules: dict[str, Any] = {**rebuilt.encoders, GENERATOR: rebuilt.generator}
         for name, inputs in modules.items():
             if inputs is not None and name in images:
-                inputs.held = list(images[name])
+                inputs.local_images = list(images[name])
         return rebuilt
 
     def _make_masked(self, item: Item, flags: _SampleFlags) -> DecodedSample:
@@ -523,11 +524,13 @@ class _CopiedSamples:
         self._source_microbatch = source_microbatch
         self._encoders = encoders
         self._positions: dict[str, Iterator[Tensor]] = {}
-        self._kept: dict[str, Iterator[Kept | None]] = {}
+        self._kept: dict[str, Iterator[TileRegion | None]] = {}
         for name, inputs in source_microbatch.encoders.items():
-            tokens = [image.tokens for image in source_microbatch.meta.images_read_by(name)]
+            tokens = [image.tokens for image in source_microbatch.meta.images_of_encoder(name)]
             self._positions[name] = iter(inputs.positions_K.split(tokens))
-            self._kept[name] = repeat(None) if inputs.kept is None else iter(inputs.kept)
+            self._kept[name] = (
+                repeat(None) if inputs.tile_regions is None else iter(inputs.tile_regions)
+            )
         contexts = [each.context for each in source_microbatch.meta.generated]
         drawn = source_microbatch.generator
         self._context_positions = iter(drawn.context_positions_K.split(contexts) if drawn else ())
@@ -546,7 +549,7 @@ class _CopiedSamples:
         tokens = slice(start, start + meta.tokens)
         starts: list[int] = []
         token_offsets: list[np.ndarray] = []
-        kept: list[Kept | None] = []
+        kept: list[TileRegion | None] = []
         for image in meta.images:
             name = image.encoder or meta.encoder or self._encoders[0]
             positions = next(self._positions[name]).numpy() - start
@@ -615,7 +618,7 @@ def add_noise(
             items = [item for pack in packs[number] for item in pack]
             keys = [_noise_key(i, n) for i in items for n in range(len(i.meta.generated))]
             changed["generator"] = target_preprocessor.add_noise(microbatch.generator, keys)
-        if isinstance(microbatch, BalancedMicrobatch) and microbatch.drawn is not None:
+        if isinstance(microbatch, BalancedMicrobatch) and microbatch.rank_generator is not None:
             assert isinstance(share, BalancedRankSamples)
             keys = [
                 _noise_key(sample.item, image)
@@ -623,7 +626,7 @@ def add_noise(
                 for image, is_drawn in enumerate(sample.generated)
                 if is_drawn
             ]
-            changed["drawn"] = target_preprocessor.add_noise(microbatch.drawn, keys)
+            changed["drawn"] = target_preprocessor.add_noise(microbatch.rank_generator, keys)
         microbatches.append(replace(microbatch, **changed))
     return replace(step, microbatches=microbatches)
 

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import DataError
-from torchmm.common.processes import MORE_SHARED_MEMORY, SHARED_MEMORY, end_workers
-from torchmm.common.row_slices import BalancedMicrobatch
+from torchmm.common.processes import SHARED_MEMORY, SHARED_MEMORY_ADVICE, kill_workers
+from torchmm.common.sequence_slices import BalancedMicrobatch
 from torchmm.data.corrupt import MAX_LOGGED_SAMPLES
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems, RankImages
@@ -175,7 +175,7 @@ class Loader:
             while (result := wait()) is not None:
                 if isinstance(result, TimeoutResult):
                     self.timeout_message = self._describe_timeout(result)
-                    end_workers(
+                    kill_workers(
                         self._steps.processes
                     )  # Running workers block the exit of this process.
                     if not result.stopping:
@@ -223,7 +223,7 @@ class Loader:
                 self._prefetched,
                 ranks,
                 needed / 1e6,
-                MORE_SHARED_MEMORY,
+                SHARED_MEMORY_ADVICE,
             )
 
     def mask_corrupt(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:

@@ -28,10 +28,10 @@ from torchmm.common.batch import (
     Microbatch,
     SampleMeta,
 )
-from torchmm.common.generated import GeneratorInputs, held_rows
+from torchmm.common.generated import GeneratorInputs, local_pixel_rows
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import BalancedMicrobatch
-from torchmm.common.tiles import Kept
+from torchmm.common.sequence_slices import BalancedMicrobatch
+from torchmm.common.tiles import TileRegion
 from torchmm.data.items import Item, PackItems, RankImages, microbatch_meta
 from torchmm.data.media.preprocessors import MediaPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -49,7 +49,7 @@ class DecodedSample:
     """Index of the first token of each image."""
     pixels: list[np.ndarray | None]
     """Preprocessed pixels of each image. None if this rank does not decode the image."""
-    kept: list[Kept | None]
+    kept: list[TileRegion | None]
     """Tokens of each image that the LLM receives. None for all tokens."""
     token_offsets: list[np.ndarray]
     """Positions of the tokens of each image, relative to its start."""
@@ -75,7 +75,7 @@ class _ImageLists:
     held: list[int] = field(default_factory=list)
     grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[TileRegion] = field(default_factory=list)
     blank: list[int] = field(default_factory=list)
 
 
@@ -150,7 +150,7 @@ class MicrobatchBuilder:
             read.positions.append(first + start + token_offsets)
             if medium.spec.ends_lines:
                 _, rows, columns = medium.token_grid(image)
-                read.kept.append(kept or Kept(0, rows, 0, columns, 0))
+                read.kept.append(kept or TileRegion(0, rows, 0, columns, 0))
         for target_image, is_selected in zip(sample.target_images, generated, strict=True):
             if is_selected:
                 self._generated.append(target_image, first)
@@ -263,7 +263,7 @@ def make_masked_sample(
         pixels.append(reader.preprocessor_of(image).blank(image) if here else None)
     token_offsets = [np.arange(image.tokens) for image in meta.images]
     # Only the number of tokens matters.
-    kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
+    kept: list[TileRegion | None] = [TileRegion(0, 0, 0, 0, i.tokens) for i in meta.images]
     targets_L = np.full_like(ids_L, IGNORE_TARGET)
     return DecodedSample(ids_L, targets_L, starts, pixels, kept, token_offsets, blank=True)
 
@@ -296,7 +296,7 @@ def mask_corrupt_samples(
                 has_corrupt = True
             start += meta.tokens
             generated += len(meta.generated)
-            read = {name: n + len(meta.images_read_by(name)) for name, n in read.items()}
+            read = {name: n + len(meta.images_of_encoder(name)) for name, n in read.items()}
     if not has_corrupt:
         return microbatch
     return replace(microbatch, target_positions_L=None)  # type: ignore[arg-type]  # recomputed
@@ -316,20 +316,20 @@ def zero_corrupt_images(
         rank_images: Images that this rank encodes and generates.
         corrupt: Names of corrupt samples (`sample_name`).
     """
-    read = dict.fromkeys(microbatch.read, 0)  # images of the preceding samples
+    read = dict.fromkeys(microbatch.rank_encoders, 0)  # images of the preceding samples
     drawn = 0
     for item, selected, generated in rank_images.samples:
         row = MicrobatchBuilder(reader)
         row.append_images(make_masked_sample(reader, item.meta), item.meta, selected, [])
         first, drawn = drawn, drawn + sum(generated)
         if drawn > first and sample_name(item.meta) in corrupt:
-            assert microbatch.drawn is not None
-            _zero_target_images(microbatch.drawn, range(first, drawn))
+            assert microbatch.rank_generator is not None
+            _zero_target_images(microbatch.rank_generator, range(first, drawn))
         for name, masked_inputs in row.encoder_inputs().items():
             images = range(read[name], read[name] + len(masked_inputs.grids_thw))
             read[name] = images.stop
             if sample_name(item.meta) in corrupt:
-                _zero_images(microbatch.read[name], masked_inputs, images)
+                _zero_images(microbatch.rank_encoders[name], masked_inputs, images)
 
 
 def sample_name(meta: SampleMeta) -> str:
@@ -367,7 +367,7 @@ def _overwrite_with_masked(
         inputs = microbatch.encoders[name]
         first = read[name]
         images = range(first, first + len(masked_inputs.grids_thw))
-        tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
+        tokens = [image.tokens for image in microbatch.meta.images_of_encoder(name)]
         offset = sum(tokens[:first])
         inputs.positions_K[offset : offset + len(masked_inputs.positions_K)] = (
             masked_inputs.positions_K + start
@@ -386,23 +386,25 @@ def _overwrite_with_masked(
 
 def _zero_images(inputs: EncoderInputs, masked_inputs: EncoderInputs, images: range) -> None:
     """Overwrite the images of these indices with all-zero images."""
-    rows, held = held_rows(inputs.pixel_rows, inputs.held, images)
+    rows, held = local_pixel_rows(inputs.pixel_rows, inputs.local_images, images)
     if held is None:
         inputs.pixels[rows] = masked_inputs.pixels
     elif held:
-        blank_rows, _ = held_rows(masked_inputs.pixel_rows, None, range(held[0], held[-1] + 1))
+        blank_rows, _ = local_pixel_rows(
+            masked_inputs.pixel_rows, None, range(held[0], held[-1] + 1)
+        )
         inputs.pixels[rows] = masked_inputs.pixels[blank_rows]
-    inputs.blank = sorted({*inputs.blank, *images})
-    if inputs.kept is not None and masked_inputs.kept is not None:
-        inputs.kept[images.start : images.stop] = masked_inputs.kept
+    inputs.undecodable = sorted({*inputs.undecodable, *images})
+    if inputs.tile_regions is not None and masked_inputs.tile_regions is not None:
+        inputs.tile_regions[images.start : images.stop] = masked_inputs.tile_regions
 
 
 def _zero_target_images(drawn: GeneratorInputs, images: range) -> None:
     """Zero the pixels of target images, and exclude these images from the loss."""
-    rows, _ = held_rows(drawn.pixel_rows, drawn.held, images)
+    rows, _ = local_pixel_rows(drawn.pixel_rows, drawn.local_images, images)
     drawn.patches_PV[rows] = 0
     for image in images:
-        drawn.counted[image] = False
+        drawn.in_loss[image] = False
 
 
 def _tensor(parts: list[np.ndarray]) -> Tensor:

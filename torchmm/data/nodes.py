@@ -34,7 +34,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from torch.utils.data import Dataset
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
-from torchmm.common.processes import describe_state, fork_server, make_worker_setup
+from torchmm.common.processes import describe_state, make_worker_setup, start_fork_server
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import BalancedRankSamples, PackItems
 from torchmm.data.steps.plan_steps import PlannedStep, StepIterator
@@ -274,7 +274,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         if not self._workers:
             decode = DecodeFunction(self._decoder, self._worker_pids, None)
             return ParallelMapper(source, decode, num_workers=0)
-        self._worker_pids = fork_server().RawArray("q", len(self._worker_pids))
+        self._worker_pids = start_fork_server().RawArray("q", len(self._worker_pids))
         mapper = ParallelMapper(
             source,
             DecodeFunction(self._decoder, self._worker_pids, make_worker_setup()),

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.common.extensions import load_entry
 from torchmm.common.generated import GeneratorSpec
-from torchmm.common.row_slices import Reads
+from torchmm.common.sequence_slices import DecodeAssignment
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
 from torchmm.data.sources.open import make_reader, open_index_builders, open_samples
@@ -74,7 +74,7 @@ class SampleService(Protocol):
         ...
 
     def make_decoder(
-        self, samples: SampleSet, rank: int, reads: Reads | None, validation: bool
+        self, samples: SampleSet, rank: int, reads: DecodeAssignment | None, validation: bool
     ) -> Dataset[DecodedStep] | None:
         """Return a dataset that requests decoded steps, or None if ranks decode these samples.
 

@@ -26,7 +26,7 @@ import datasets
 
 from torchmm.common.errors import DataError, TorchmmError
 from torchmm.common.processes import describe_state
-from torchmm.common.step_process import END, Progress, serve, start_process
+from torchmm.common.step_process import END_OF_STEPS, RequestStatus, serve, start_process
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.steps.remote_steps import StepPart, StepPlanServer, StepRequest, UnknownStateError
 from torchmm.recipe.data_section import DataConfig
@@ -166,7 +166,7 @@ class _RequestHandler:
         self._opened: dict[bool, tuple[Samples, StepPlanServer]] = {}
 
     def __call__(
-        self, request: tuple[bool, StepRequest | None], progress: Progress
+        self, request: tuple[bool, StepRequest | None], progress: RequestStatus
     ) -> StreamsInfo | StepPart | Literal["end"] | Exception:
         """Return a part of a step, or a description of the sources if no part is requested."""
         validation, step_request = request
@@ -174,7 +174,7 @@ class _RequestHandler:
             samples, steps = self._open(validation)
             if step_request is None:
                 return StreamsInfo(list(samples.feeds()), samples.digest())
-            return steps.part(step_request) or END
+            return steps.part(step_request) or END_OF_STEPS
         except (TorchmmError, UnknownStateError) as error:
             return error
 

@@ -164,6 +164,6 @@ class TargetImageBuilder:
             grids_thw=[t.meta.grid_thw for t in self.images],
             context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),
             contexts=[t.meta.context for t in self.images],
-            counted=[t.counted for t in self.images],
-            held=held if shared else None,
+            in_loss=[t.counted for t in self.images],
+            local_images=held if shared else None,
         )

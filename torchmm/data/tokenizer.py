@@ -10,7 +10,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
+from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_load_error
 from torchmm.recipe.model_section import ModelConfig, json_problems, split_revision
 
 _TOKENIZER_FILES = (
@@ -95,7 +95,7 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
         check = f" (check {' and '.join(_TOKENIZER_FILES[:2])})"
         if not Path(name).is_dir():
             check = f" ({name} is not a local directory either)"
-        reason = "; ".join(damaged) or f"{describe_refusal(error)}{check}"
+        reason = "; ".join(damaged) or f"{describe_load_error(error)}{check}"
         raise ConfigError(f"{key}: cannot be loaded: {reason}") from error
     if damaged := json_problems(Path(name), _TOKENIZER_FILES[1:4]) + _template_problems(Path(name)):
         raise ConfigError([f"{key}: {problem}; download the file again" for problem in damaged])
@@ -106,7 +106,7 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
         except (jinja2.TemplateError, *LIBRARY_ERRORS) as error:
             raise ConfigError(
                 f"{key}: its chat template ({' or '.join(_TEMPLATE_FILES)}) is not valid: "
-                f"{describe_refusal(error)}; correct or remove it"
+                f"{describe_load_error(error)}; correct or remove it"
             ) from error
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is not None:

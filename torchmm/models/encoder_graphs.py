@@ -5,8 +5,8 @@ than the GPU needs to compute it. A CUDA graph launches all layers at once.
 
 A graph has constant shapes and addresses, so that:
 
-- The number of images is rounded up to `padded_images` with images of zeros. Their outputs are
-  dropped. The gradients of their outputs are zero, so that they do not change any gradient.
+- The number of images is rounded up to `cuda_graph_image_count` with images of zeros. Their outputs
+  are dropped. The gradients of their outputs are zero, so that they do not change any gradient.
 - Inputs are copied to constant addresses. Outputs and gradients are copied out.
 - A forward pass overwrites the activations of the one before. A pass that begins before the
   backward pass of the previous one has ended runs eagerly, and so do passes without gradients.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchmm.common.batch import padded_images
+from torchmm.common.batch import cuda_graph_image_count
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class EncoderGraphs:
             return self._run(hidden_NSD)
         trained = [weight for _, _, weight, _ in self._weights if weight.requires_grad]
         key = (
-            padded_images(len(hidden_NSD)),
+            cuda_graph_image_count(len(hidden_NSD)),
             hidden_NSD.shape[1:],
             hidden_NSD.dtype,
             hidden_NSD.requires_grad,

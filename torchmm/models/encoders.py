@@ -102,7 +102,9 @@ class EncoderModule(LayeredModule):
         self.supports_tensor_parallel = spec.family.is_registered
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.build_full_encoder()
-        self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
+        self.deepstack_layers = (
+            spec.family.deepstack_layers(spec.config) if spec.connector == "merger" else ()
+        )
         # Releases of transformers sometimes rename submodules of layers.
         known = {name for name, _ in self._layer_list()[0].named_modules()}
         missing = [name for name in family.styles(spec.config) if name not in known]
@@ -230,7 +232,7 @@ class EncoderModule(LayeredModule):
         return self.image_spec().patches_per_token
 
     @property
-    def value_bytes(self) -> int:
+    def input_value_bytes(self) -> int:
         """Bytes per input value: 1 for pixels (uint8), 4 for audio (float32)."""
         return 1 if self.family.modality == "image" else 4
 
@@ -245,7 +247,7 @@ class EncoderModule(LayeredModule):
     @property
     def output_features(self) -> int:
         """Features of an output token: (1 + number of taps) times the LLM hidden size."""
-        return (1 + len(self.taps)) * self.spec.llm_hidden_size
+        return (1 + len(self.deepstack_layers)) * self.spec.llm_hidden_size
 
     def forward(
         self, inputs: EncoderInputs, stage_input: Tensor | tuple[Tensor, ...] | None = None
@@ -271,40 +273,51 @@ class EncoderModule(LayeredModule):
             # memory format through all layers, and every norm would copy it.
             stage_input = family.embed(tower, inputs, context).contiguous()
         assert stage_input is not None
-        hidden, *taps = (stage_input,) if isinstance(stage_input, Tensor) else stage_input
+        hidden, *deepstack_layers = (
+            (stage_input,) if isinstance(stage_input, Tensor) else stage_input
+        )
         if not self.is_first:
             shape = family.hidden_shape(self.spec.config, [prod(g) for g in inputs.grids_thw])
             hidden = self.sequence_ops.from_previous_stage(hidden, shape[-2])
         if self.graphs is not None:
             hidden = self.graphs(hidden)
         else:
-            hidden = self._run_layers(hidden, context, taps)
+            hidden = self._run_layers(hidden, context, deepstack_layers)
         if not self.is_last:
             hidden = self.sequence_ops.to_next_stage(hidden)
-            return (hidden, *taps) if taps else hidden
+            return (hidden, *deepstack_layers) if deepstack_layers else hidden
         # The output of the last layer is unsharded. Outputs of other layers may be slices.
         indices = [index for index, _ in self.indexed_layers()]
-        unsharded = taps[-1:] if indices and indices[-1] in self.taps else []
-        taps = [*map(self.sequence_ops.all_gather, taps[: len(taps) - len(unsharded)]), *unsharded]
+        unsharded = (
+            deepstack_layers[-1:] if indices and indices[-1] in self.deepstack_layers else []
+        )
+        deepstack_layers = [
+            *map(
+                self.sequence_ops.all_gather,
+                deepstack_layers[: len(deepstack_layers) - len(unsharded)],
+            ),
+            *unsharded,
+        ]
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
-        if self.taps:
-            return self.connector(x_PD, taps)
+        if self.deepstack_layers:
+            return self.connector(x_PD, deepstack_layers)
         if self.spec.pixel_shuffle_factor > 1:
             x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.pixel_shuffle_factor)
         if self.spec.connector == "line_mlp":
             return self.connector(
-                x_PD, inputs.grids_thw[0][1] // self.spec.pixel_shuffle_factor, inputs.kept
+                x_PD, inputs.grids_thw[0][1] // self.spec.pixel_shuffle_factor, inputs.tile_regions
             )
         return self.connector(x_PD)
 
-    def _run_layers(self, hidden: Tensor, context: Any, taps: list[Tensor]) -> Tensor:
-        """Return the output of the layers, and append the outputs of tapped layers to `taps`."""
+    def _run_layers(self, hidden: Tensor, context: Any, deepstack_layers: list[Tensor]) -> Tensor:
+        """Return the output of the layers, and append the outputs of tapped layers to
+        `deepstack_layers`."""
         for index, layer in self.indexed_layers():
             hidden = self.family.run_layer(self.tower, index, layer, hidden, context)
-            if index in self.taps:
-                taps.append(hidden)
+            if index in self.deepstack_layers:
+                deepstack_layers.append(hidden)
         return hidden
 
     def enable_cuda_graphs(self) -> None:

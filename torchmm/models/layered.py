@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription, Rounded
+from torchmm.common.layers import AdapterSizes, Float8Linears, LayerDescription, ModuleDescription
 from torchmm.models.layers.connectors import iter_linears
 from torchmm.models.layers.lora import (
     CHILD,
@@ -144,15 +144,16 @@ class LayeredModule(nn.Module, ABC):
         recomputes: Whether the backward pass recomputes layers instead of saving all activations.
         taps: Encoders: layers whose outputs the connector also reads. LLMs: layers after which
             DeepStack features are added (`torchmm.models.layers.deepstack`).
-        loss_rows: LLMs: number of targets per chunk of the loss. 0 means one chunk.
-        sharded_loss_rows: LLMs: the same for a sharded vocabulary, if `loss_rows` is 0.
+        loss_chunk_targets: LLMs: number of targets per chunk of the loss. 0 means one chunk.
+        sharded_loss_chunk_targets: LLMs: the same for a sharded vocabulary, if `loss_chunk_targets`
+            is 0.
         adapters: Maps names of linear layers of the full module to their adapters.
         rounded: Maps layer indices of the full module to the linear layers that use float8.
         between: Access to hidden states between layers. After the last layer of a module they are
             always unsharded.
         rows: Sharding of messages over tensor-parallel ranks. None means unsharded messages.
-        layer_modes: Recomputation mode of each layer for the next forward pass, if modes differ
-            between tasks (as `torchmm.pipelining.plan.plan.LayerMode`). Empty otherwise.
+        recompute_modes: Recomputation mode of each layer for the next forward pass, if modes differ
+            between tasks (as `torchmm.pipelining.plan.plan.RecomputeMode`). Empty otherwise.
     """
 
     kind: Literal["llm", "encoder", "generator"]
@@ -173,15 +174,15 @@ class LayeredModule(nn.Module, ABC):
         self.is_connector_new = False
         self.supports_tensor_parallel = True
         self.uses_recomputation = False
-        self.layer_modes: list[str] = []
+        self.recompute_modes: list[str] = []
         self.sequence_ops: SequenceOps = UnshardedSequenceOps()
         self.rows: RowSharding | None = None
         self._keeps_slices: bool | None = None
-        self.taps: tuple[int, ...] = ()
-        self.loss_rows = 0
-        self.sharded_loss_rows = 0
+        self.deepstack_layers: tuple[int, ...] = ()
+        self.loss_chunk_targets = 0
+        self.sharded_loss_chunk_targets = 0
         self.adapters: dict[str, LoraSpec] = {}
-        self.rounded: dict[int, Rounded] = {}
+        self.rounded: dict[int, Float8Linears] = {}
 
     @property
     @abstractmethod
@@ -282,7 +283,7 @@ class LayeredModule(nn.Module, ABC):
         Raises:
             ValueError: A range does not fit this module, or two stages share a layer.
         """
-        self._keeps_slices = self.keeps_slices  # computed now: a stage may lack the norms
+        self._keeps_slices = self.is_sequence_sharded  # computed now: a stage may lack the norms
         all_layers = self._layer_list()
         retained: set[int] = set()
         for stage in stages:
@@ -327,7 +328,7 @@ class LayeredModule(nn.Module, ABC):
         of_connector = any(t for n, t in trainable.items() if n.startswith("connector."))
         without_connector = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
         styles: dict[nn.Module, str] = {}
-        connector_adapters: tuple[LowRank | None, ...] = ()
+        connector_adapters: tuple[AdapterSizes | None, ...] = ()
         if self.adapters:
             plan = self.tensor_parallel_plan().items()
             styles = {
@@ -348,8 +349,8 @@ class LayeredModule(nn.Module, ABC):
                 )
                 for index, layer in self.indexed_layers()
             ),
-            pre_flops_per_unit=_forward_flops(before) if self.is_first else 0,
-            post_flops_per_unit=_forward_flops(after) if self.is_last else 0,
+            embedding_flops_per_unit=_forward_flops(before) if self.is_first else 0,
+            head_flops_per_unit=_forward_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in without_connector.items() if not is_adapter_parameter(n)),
             connector_trainable=of_connector,
@@ -357,20 +358,22 @@ class LayeredModule(nn.Module, ABC):
             connector_norm=self.connector_norm,
             connector_linears=self.connector_linears,
             patches_per_token=self.patches_per_token,
-            taps=self.taps,
-            loss_rows=self.loss_rows,
-            sharded_loss_rows=self.sharded_loss_rows,
+            deepstack_layers=self.deepstack_layers,
+            loss_chunk_targets=self.loss_chunk_targets,
+            sharded_loss_chunk_targets=self.sharded_loss_chunk_targets,
             tied=bool(self.tied_parameters()),
-            pre_linears=before if self.is_first else (),
-            post_linears=after if self.is_last else (),
-            pre_parameters=sum(_count_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
-            post_parameters=sum(
+            embedding_linears=before if self.is_first else (),
+            head_linears=after if self.is_last else (),
+            embedding_parameters=sum(
+                _count_parameters(self.get_submodule(f)) for f in self._pre_fqns()
+            ),
+            head_parameters=sum(
                 _count_parameters(self.get_submodule(f)) for f in self._post_fqns()
             ),
-            value_bytes=self.value_bytes,
+            input_value_bytes=self.input_value_bytes,
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
-            keeps_slices=self.keeps_slices,
+            is_sequence_sharded=self.is_sequence_sharded,
         )
 
     def layer_sizes(self) -> list[LayerDescription]:
@@ -388,8 +391,8 @@ class LayeredModule(nn.Module, ABC):
         return 1
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes per input value (`ModuleDescription.value_bytes`)."""
+    def input_value_bytes(self) -> int:
+        """Bytes per input value (`ModuleDescription.input_value_bytes`)."""
         return 4
 
     @property
@@ -426,7 +429,7 @@ class LayeredModule(nn.Module, ABC):
         }
 
     @property
-    def keeps_slices(self) -> bool:
+    def is_sequence_sharded(self) -> bool:
         """True if hidden states between layers are slices under sequence parallelism."""
         if self._keeps_slices is None:
             return "sequence" in self.tensor_parallel_plan().values()
@@ -489,7 +492,9 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _describe_adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRank, ...]:
+def _describe_adapters(
+    layer: nn.Module, styles: Mapping[nn.Module, str]
+) -> tuple[AdapterSizes, ...]:
     """Return the shapes of the low-rank matrices in a layer.
 
     Args:
@@ -500,13 +505,13 @@ def _describe_adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tup
     return tuple(sizes for sizes in descriptions if sizes is not None)
 
 
-def _describe_adapter(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:
+def _describe_adapter(linear: nn.Module, styles: Mapping[nn.Module, str]) -> AdapterSizes | None:
     """Return the shapes of the adapter of a linear layer, or None without an adapter."""
     lora = getattr(linear, CHILD, None)
     if lora is None or not isinstance(linear, nn.Linear):
         return None
     divided: dict[str, Literal["inputs", "outputs"]] = {"colwise": "outputs", "rowwise": "inputs"}
-    return LowRank(
+    return AdapterSizes(
         linear.in_features,
         linear.out_features,
         lora.spec.rank,

@@ -30,7 +30,7 @@ from torchmm.common.device_copies import to_device
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.common.module_names import VISION
-from torchmm.common.row_slices import SlicedMicrobatch, whole_row
+from torchmm.common.sequence_slices import SlicedMicrobatch, full_sequence
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.matmul_shapes import find_attention, layer_matmul_sizes
 from torchmm.models.hf.config import layer_config
@@ -71,7 +71,7 @@ class LlmModule(LayeredModule):
 
     Attributes:
         sequence_ranks: Context-parallel ranks that share each packed sequence with this rank. The
-            microbatches are then slices (`torchmm.common.row_slices`). None without them.
+            microbatches are then slices (`torchmm.common.sequence_slices`). None without them.
 
     Raises:
         ConfigError: The loss of this LLM cannot be computed in chunks.
@@ -92,7 +92,7 @@ class LlmModule(LayeredModule):
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
         self.sequence_ranks: SequenceRanks | None = None
-        self.taps = tuple(range(family.taps))
+        self.deepstack_layers = tuple(range(family.deepstack_layers))
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
@@ -108,7 +108,7 @@ class LlmModule(LayeredModule):
         keep_in_float32(self.backbone, float32_names(self.backbone, dtype))
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
-        self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
+        self.loss_chunk_targets = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
         if chunked_loss and not self._has_linear_head:
             raise ConfigError(
                 f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is "
@@ -170,7 +170,7 @@ class LlmModule(LayeredModule):
         """
         vocab_size = self.text_config.vocab_size
         if vocab_size >= MIN_CHUNKED_VOCABULARY and self._has_linear_head:
-            self.sharded_loss_rows = chunk_rows(vocab_size)
+            self.sharded_loss_chunk_targets = chunk_rows(vocab_size)
 
     def build_without_adapters(self) -> LlmModule:
         module = LlmModule(
@@ -179,9 +179,9 @@ class LlmModule(LayeredModule):
             self.dtype,
             self.weights,
             self.feeds_generator,
-            self.loss_rows > 0,
+            self.loss_chunk_targets > 0,
         )
-        module.sharded_loss_rows = self.sharded_loss_rows
+        module.sharded_loss_chunk_targets = self.sharded_loss_chunk_targets
         return module
 
     def tied_parameters(self) -> dict[str, str]:
@@ -234,8 +234,8 @@ class LlmModule(LayeredModule):
             packed_gate_up=self.family.tensor_parallel.get("mlp") == "packed_gate_up",
             norm=self.family.norm_kind or ("layer" if self._has_layer_norm else "rms"),
             norm_place=self.family.norm_place,
-            more_norms=self.family.more_norms,
-            norms_of_same=self.family.norms_of_same,
+            extra_norms=self.family.extra_norms,
+            norms_sharing_input=self.family.norms_sharing_input,
             router_norm=self.family.router_norm,
             norm_weight_float32=self.family.norm_weight_float32,
             rotary_float32=self.family.rotary_float32,
@@ -290,9 +290,9 @@ class LlmModule(LayeredModule):
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        rows = self.loss_rows
+        rows = self.loss_chunk_targets
         if isinstance(self.head.weight, DTensor):
-            rows = rows or self.sharded_loss_rows
+            rows = rows or self.sharded_loss_chunk_targets
         if not rows:
             return summed_cross_entropy(self._logits(microbatch, inputs, positions_L), targets_L)
         output, _ = self._run_layers(microbatch, inputs)
@@ -393,7 +393,7 @@ class LlmModule(LayeredModule):
                 hidden_TD, len(microbatch.input_ids_T)
             ), blocks_KB
         hidden_TD = self._embed(microbatch, inputs)
-        if not self.family.taps or VISION not in microbatch.encoders:
+        if not self.family.deepstack_layers or VISION not in microbatch.encoders:
             return hidden_TD, None
         return hidden_TD, inputs[VISION][:, hidden_TD.shape[1] :]
 
@@ -422,7 +422,7 @@ class LlmModule(LayeredModule):
             if any(longest > limit for limit in self.rotary_limits.switches):
                 lengths_T = torch.tensor(sample_lengths).repeat_interleave(torch.tensor(lengths))
                 if isinstance(microbatch, SlicedMicrobatch):
-                    start = microbatch.row.start
+                    start = microbatch.slice_context.start
                     lengths_T = lengths_T[start : start + len(microbatch.input_ids_T)]
                 lengths_T = to_device(lengths_T, microbatch.input_ids_T.device)
                 stack.enter_context(sample_frequencies(self.text_model, lengths_T))
@@ -438,7 +438,7 @@ class LlmModule(LayeredModule):
             return
         blocks = blocks_KB.split(self.text_config.hidden_size, dim=1)
         positions_K = microbatch.encoders[VISION].positions_K
-        adds: list[AddFeatures | None] = [None] * (self.family.taps - len(blocks))
+        adds: list[AddFeatures | None] = [None] * (self.family.deepstack_layers - len(blocks))
         for (index, _), block_KD in zip(self.indexed_layers(), blocks, strict=False):
             assert index == len(adds), "blocks of other layers"
             add = partial(self.add_after_layer, index, positions_K=positions_K, rows_KD=block_KD)
@@ -484,7 +484,7 @@ class LlmModule(LayeredModule):
         """
         if self.family.bidirectional is None:
             return None
-        input_ids_T, targets_T = whole_row(microbatch)
+        input_ids_T, targets_T = full_sequence(microbatch)
         if self.family.bidirectional != "prompts":
             images_T = input_ids_T == self.family.image_token_id
             return image_blocks(images_T, microbatch.cu_seqlens)
@@ -504,7 +504,7 @@ class LlmModule(LayeredModule):
                     f"{len(inputs.positions_K)} placeholders (images: {inputs.grids_thw})"
                 )
             first_KD = features_KD[:, : x_TD.shape[1]].to(x_TD.dtype)
-            if inputs.kept is None:
+            if inputs.tile_regions is None:
                 x_TD = x_TD.index_copy(0, inputs.positions_K, first_KD)
             else:  # tiles of a downscaled image share tokens
                 x_TD = x_TD.index_fill(0, inputs.positions_K, 0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
+from torchmm.common.batch import ImageSpec, MarkerText, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
@@ -288,7 +288,7 @@ def _all_markers(text: TextConventions) -> tuple[int | str | Token, ...]:
 
 def _resolve_markers(
     written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]
-) -> Marks:
+) -> MarkerText:
     return tuple(
         vocabulary.get(marker.text, marker.text) if isinstance(marker, Token) else marker
         for marker in written

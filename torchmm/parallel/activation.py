@@ -3,9 +3,10 @@
 The `forward` of a layer is replaced on the instance. Parameter names do not change, and hooks of
 FSDP remain outside of the recomputed region. `checkpoint_wrapper` would rename all parameters.
 
-A layer in mode "offload" is fully recomputed from an input in host memory (`host_inputs`).
-Offloading all saved tensors, as `torch.autograd.graph.save_on_cpu` does, would include weights and
-duplicates. It takes longer than recomputation (docs/concepts/layer_tuning.md).
+A layer in mode "offload" is fully recomputed from an input in host memory
+(`get_activation_offload`). Offloading all saved tensors, as `torch.autograd.graph.save_on_cpu`
+does, would include weights and duplicates. It takes longer than recomputation
+(docs/concepts/layer_tuning.md).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch.utils.checkpoint import (
 )
 
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel.activation_offload import ActivationOffload
 from torchmm.parallel.compilation import Compilation, Forward
-from torchmm.parallel.host_inputs import HostInputs
 
-HOST_INPUTS = "torchmm_host_inputs"
-"""Attribute for the `HostInputs` of modules whose tasks have different modes."""
-_KEPT_OPERATORS = {
+OFFLOAD_ATTRIBUTE = "torchmm_host_inputs"
+"""Attribute for the `ActivationOffload` of modules whose tasks have different modes."""
+_SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -40,7 +41,7 @@ _KEPT_OPERATORS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-_KEPT_NAMESPACES = ("torchmm::", "torch_attn::")
+_SAVED_NAMESPACES = ("torchmm::", "torch_attn::")
 """Operator namespaces of packed attention (torchmm on CPU, the varlen kernel of torch on CUDA) and
 of the linears of async tensor parallelism."""
 
@@ -56,49 +57,51 @@ def apply_activation_checkpoint(
 
     Args:
         module: Module whose layers are changed in place.
-        mode: Mode of all layers and tasks. If "auto", `set_layer_modes` sets the modes before each
-            forward pass.
+        mode: Mode of all layers and tasks. If "auto", `set_recompute_modes` sets the modes before
+            each forward pass.
         compilation: Compiles the layers. If None, the layers stay eager.
         is_eager_on_cuda: Whether the layers run on CUDA without torch.compile. "selective" modes of
             plans are then "full", see `ActivationCheckpointConfig.mode_of`.
     """
-    tuned = mode == "auto"
-    inputs = HostInputs()
-    if tuned:
-        module.layer_modes = ["none"] * len(module.layers)
-        setattr(module, HOST_INPUTS, inputs)
+    is_auto = mode == "auto"
+    offload = ActivationOffload()
+    if is_auto:
+        module.recompute_modes = ["none"] * len(module.layers)
+        setattr(module, OFFLOAD_ATTRIBUTE, offload)
     module.uses_recomputation = mode not in ("none", "auto")
     compiled = _compilers(module, compilation)
-    selective = _compilers(module, compilation if tuned else None, "selective")
+    selective = _compilers(module, compilation if is_auto else None, "selective")
     for index, layer in enumerate(module.layers):
         # Layers of other modules can read trainable tensors besides their first argument.
         is_frozen = module.kind == "encoder" and not any(
             parameter.requires_grad for parameter in layer.parameters()
         )
-        recomputing = partial(_recomputing, is_frozen=is_frozen)
-        if tuned:
-            forwards = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
+        recomputing = partial(_with_recompute, is_frozen=is_frozen)
+        if is_auto:
+            forwards = _forwards_by_mode(
+                layer.forward, recomputing, compiled[index], selective[index], offload
+            )
             if is_eager_on_cuda:
                 forwards["selective"] = forwards["full"]
-            layer.forward = _choosing(forwards, module.layer_modes, index)
+            layer.forward = _select_forward(forwards, module.recompute_modes, index)
         elif mode != "none":
-            chosen = recomputing(layer.forward, _settings(mode))
-            full = recomputing(layer.forward, _settings("full"))
+            chosen = recomputing(layer.forward, _checkpoint_arguments(mode))
+            full = recomputing(layer.forward, _checkpoint_arguments("full"))
             layer.forward = compiled[index](chosen, full)
         elif compilation is not None:
             layer.forward = compiled[index](layer.forward, layer.forward)
 
 
 def _compilers(
-    module: LayeredModule, compilation: Compilation | None, way: str = ""
+    module: LayeredModule, compilation: Compilation | None, variant: str = ""
 ) -> list[Callable[[Forward, Forward], Forward]]:
     """Return one function per layer that compiles a forward, see `LayerKind.compiled`."""
     if compilation is None:
         return [lambda forward, _: forward] * len(module.layers)
-    return [kind.compiled for kind in compilation.kinds(module, way)]
+    return [kind.compiled for kind in compilation.kinds(module, variant)]
 
 
-def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
+def set_recompute_modes(module: LayeredModule, modes: Sequence[str]) -> None:
     """Set the recomputation mode of each layer of an "auto" module for later forward passes.
 
     Dropout is reproducible: recomputation uses the RNG state of the forward pass, and restores the
@@ -107,33 +110,33 @@ def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
     Raises:
         ValueError: The number of modes is not the number of layers.
     """
-    if len(modes) != len(module.layer_modes):
+    if len(modes) != len(module.recompute_modes):
         raise ValueError(
-            f"{len(modes)} recomputation modes for {len(module.layer_modes)} layers of "
+            f"{len(modes)} recomputation modes for {len(module.recompute_modes)} layers of "
             f"{module.name}; build the plan from the layout that split the model"
         )
-    module.layer_modes[:] = modes
+    module.recompute_modes[:] = modes
 
 
-def host_inputs(module: LayeredModule) -> HostInputs | None:
+def get_activation_offload(module: LayeredModule) -> ActivationOffload | None:
     """Return the activation offloading of a module, or None if it has none."""
-    inputs: HostInputs | None = getattr(module, HOST_INPUTS, None)
+    inputs: ActivationOffload | None = getattr(module, OFFLOAD_ATTRIBUTE, None)
     return inputs
 
 
-def _settings(mode: str) -> dict[str, Any]:
+def _checkpoint_arguments(mode: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return settings
 
 
-def _ways(
+def _forwards_by_mode(
     forward: Forward,
     recomputing: Callable[[Forward, dict[str, Any]], Forward],
     compiled: Callable[[Forward, Forward], Forward],
     selective: Callable[[Forward, Forward], Forward],
-    inputs: HostInputs,
+    inputs: ActivationOffload,
 ) -> dict[str, Forward]:
     """Return the forward of a layer in each mode.
 
@@ -141,23 +144,23 @@ def _ways(
     Selective recomputation chooses among operators, so it is inside of a separate graph.
     """
     plain = compiled(forward, forward)
-    full = recomputing(forward, _settings("full"))
+    full = recomputing(forward, _checkpoint_arguments("full"))
     return {
         "none": plain,
-        "selective": selective(recomputing(forward, _settings("selective")), full),
-        "full": recomputing(plain, _settings("full")),
-        "offload": _offloading(plain, inputs),
+        "selective": selective(recomputing(forward, _checkpoint_arguments("selective")), full),
+        "full": recomputing(plain, _checkpoint_arguments("full")),
+        "offload": _with_offload(plain, inputs),
     }
 
 
-def _choosing(forwards: dict[str, Forward], modes: list[str], index: int) -> Forward:
+def _select_forward(forwards: dict[str, Forward], modes: list[str], index: int) -> Forward:
     def choosing_forward(*args: Any, **kwargs: Any) -> Any:
         return forwards[modes[index]](*args, **kwargs)
 
     return choosing_forward
 
 
-def _recomputing(forward: Forward, settings: dict[str, Any], *, is_frozen: bool) -> Forward:
+def _with_recompute(forward: Forward, settings: dict[str, Any], *, is_frozen: bool) -> Forward:
     """Return a forward whose operators run again in backward.
 
     Args:
@@ -178,7 +181,7 @@ def _recomputing(forward: Forward, settings: dict[str, Any], *, is_frozen: bool)
     return recomputing_forward
 
 
-def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
+def _with_offload(forward: Forward, inputs: ActivationOffload) -> Forward:
     def offloading_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # All layers share the remaining arguments, so they are not offloaded by the hooks.
         def forward_of(hidden: Tensor) -> Any:
@@ -191,7 +194,7 @@ def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operator in _KEPT_OPERATORS or str(operator).startswith(
-        tuple(name.replace("::", ".") for name in _KEPT_NAMESPACES)
+    is_saved = operator in _SAVED_OPERATORS or str(operator).startswith(
+        tuple(name.replace("::", ".") for name in _SAVED_NAMESPACES)
     )
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

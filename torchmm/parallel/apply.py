@@ -32,8 +32,8 @@ from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel import fsdp
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.parallel.attention_kernels import Kernels, kernel_problems
-from torchmm.parallel.compilation import Compilation, compiler_problem
+from torchmm.parallel.attention_kernels import AttentionKernels, kernel_problems
+from torchmm.parallel.compilation import Compilation, find_compiler_problem
 from torchmm.parallel.context import apply_context_parallel, context_problems
 from torchmm.parallel.expert import apply_expert_parallel, expert_problems
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
@@ -54,7 +54,7 @@ def model_problems(
     model: MultimodalModel,
     parallel: ParallelConfig,
     tensor: Mapping[str, int],
-    attention: Kernels,
+    attention: AttentionKernels,
     compile_config: CompileConfig,
     device: torch.device,
 ) -> list[str]:
@@ -74,7 +74,7 @@ def model_problems(
         problems += tensor_problems(module, size, parallel.async_tensor_parallel)
     problems += context_problems(model.llm, parallel.context, tensor[LLM])
     problems += kernel_problems(attention, device)
-    missing = compiler_problem(compile_config, device.type)
+    missing = find_compiler_problem(compile_config, device.type)
     if missing and compile_config.enabled is True:
         problems.append(f"compile.enabled = true: {missing}")
     return problems + expert_problems(model.llm, parallel.expert)
@@ -112,30 +112,34 @@ def parallelize(
         ConfigError: The recipe requires compiled layers, which this version of transformers, or a
             library, does not support.
     """
-    chosen: dict[str, OverlapStyles | None] = {}
-    if mesh.own.context is not None:
-        apply_context_parallel(model, mesh.own.context)
+    overlap_styles: dict[str, OverlapStyles | None] = {}
+    if mesh.module_mesh.context is not None:
+        apply_context_parallel(model, mesh.module_mesh.context)
     device = mesh.device.type
     is_automatic = compile_config.enabled == "auto"
     compilation = Compilation(
         compile_config.backend, has_constant_rows=tokens > 0, falls_back=is_automatic
     )
-    missing = compiler_problem(compile_config, device)
+    missing = find_compiler_problem(compile_config, device)
     for module in model.all_stages():
-        module_mesh = (meshes or {}).get(module.name, mesh.own)
-        if mesh.own.sizes.tensor > 1 and module.keeps_slices and module.name not in chosen:
-            chosen[module.name] = choose_overlap(
+        module_mesh = (meshes or {}).get(module.name, mesh.module_mesh)
+        if (
+            mesh.module_mesh.sizes.tensor > 1
+            and module.is_sequence_sharded
+            and module.name not in overlap_styles
+        ):
+            overlap_styles[module.name] = choose_overlap(
                 module, module_mesh.tensor, parallel, dtype, tokens
             )
-        overlap = chosen.get(module.name)
+        overlap = overlap_styles.get(module.name)
         hooks = mesh.layer_hooks
-        between = None if hooks is None else hooks.between(module.kind)
+        overlap_hook = None if hooks is None else hooks.hook_for(module.kind)
         apply_tensor_parallel(
-            module, module_mesh.tensor, parallel.sequence_parallel, overlap, between
+            module, module_mesh.tensor, parallel.sequence_parallel, overlap, overlap_hook
         )
-        if between is not None and module.kind == "encoder":
-            stop_in_layers = load_entry("layer_stops", "pieces")
-            stop_in_layers(module, between, sends=module_mesh.sizes.tensor > 1)
+        if overlap_hook is not None and module.kind == "encoder":
+            insert_yield_points = load_entry("layer_stops", "pieces")
+            insert_yield_points(module, overlap_hook, sends=module_mesh.sizes.tensor > 1)
         expert = module_mesh.expert if module.kind == "llm" else None
         if expert is not None:
             apply_expert_parallel(module, expert)
@@ -173,7 +177,11 @@ def _shard(
     if fsdp.needs_fsdp(module_mesh.sizes):
         expert_mesh = None if expert is None else module_mesh.expert_fsdp
         fsdp.apply_fsdp(
-            module, module_mesh.fsdp, dtype, fsdp.reshards_after_forward(parallel), expert_mesh
+            module,
+            module_mesh.fsdp,
+            dtype,
+            fsdp.should_reshard_after_forward(parallel),
+            expert_mesh,
         )
     elif dtype != torch.float32:
         apply_mixed_precision(module, dtype)

@@ -17,26 +17,26 @@ from torch.nn import attention
 
 from torchmm.models.layers.attention import image_kernels
 
-Kernels = Literal["default", "fa3", "fa4"]
+AttentionKernels = Literal["default", "fa3", "fa4"]
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
 """Modules that torch imports for each kernel."""
 
 
-def kernel_problems(kernels: Kernels, device: torch.device) -> list[str]:
+def kernel_problems(kernels: AttentionKernels, device: torch.device) -> list[str]:
     """Return why a device does not support these kernels. Empty if it does."""
     if kernels == "default":
         return []
     key = f'training.attention = "{kernels}"'
     if device.type != "cuda":
         return [f'{key}: requires a GPU; use "default"']
-    if kernels.upper() not in _available():
+    if kernels.upper() not in _available_kernels():
         return [f'{key}: torch {torch.__version__} cannot select this kernel; use "default"']
     if importlib.util.find_spec(_PACKAGES[kernels]) is None:
         return [f'{key}: {_PACKAGES[kernels]} is not installed; install it, or use "default"']
     return []
 
 
-def use_kernels(kernels: Kernels, device: torch.device) -> str:
+def select_kernels(kernels: AttentionKernels, device: torch.device) -> str:
     """Select the attention kernels of torch, and return a line for the log."""
     if kernels != "default":
         activate: Callable[[str], None] = attention.activate_flash_attention_impl
@@ -55,6 +55,6 @@ def describe_image_kernels(device: torch.device) -> str:
     return f"cuDNN for heads of {', '.join(widths)}" if widths else "flash"
 
 
-def _available() -> list[str]:
+def _available_kernels() -> list[str]:
     names: Callable[[], list[str]] = getattr(attention, "list_flash_attention_impls", list)
     return names()

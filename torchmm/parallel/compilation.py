@@ -1,15 +1,15 @@
 """torch.compile of layers: graphs, the reasons for recompilation, and the cache of compiled code.
 
 Layers of one kind share their graphs. Microbatches differ in their number of segments, images and
-patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph is then
-sufficient, plus a second graph for single images, because torch.compile specializes on size 1.
+patches, so `mark_dynamic_sizes` marks these sizes as dynamic before the first call. One graph is
+then sufficient, plus a second graph for single images, because torch.compile specializes on size 1.
 Training pads every packed sequence, so the number of tokens in the layers of an LLM is constant and
 stays static. `Compilation.new_graphs` counts the graphs. If there are more, it reports the guard
 that failed, because the host would otherwise compile for minutes during training. `dynamic=True`
 would also make the number of features dynamic, with slower code. Automatic dynamic shapes need an
 additional graph for each size that changes.
 
-Compiled code is stored in the cache directory of the user (`keep_compiled_code`), so that a resumed
+Compiled code is stored in the cache directory of the user (`set_compile_cache`), so that a resumed
 run does not compile again. The run directory is not suitable: torch unpickles and executes the
 files, and users share run directories.
 """
@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import working
-from torchmm.common.processes import missing_compiler
+from torchmm.common.log import report_progress
+from torchmm.common.processes import find_missing_compiler
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.attention import Segments
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 from torchmm.recipe.training_section import CompileConfig
 
 Forward = Callable[..., Any]
-MOST_GRAPHS = 2
+MAX_GRAPHS = 2
 """Expected maximum number of graphs per layer kind in a run."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Graph:
+class CompiledGraph:
     """A compiled graph.
 
     Attributes:
@@ -81,16 +81,16 @@ class LayerKind:
     run: Mapping[Any, LayerKind]
     has_constant_tokens: bool = False
     falls_back: bool = False
-    compilations: list[torch_private.CompileEvent] = field(default_factory=list)
+    compilations: list[torch_compat.CompileEvent] = field(default_factory=list)
     failure: str = ""
     _code: CodeType | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
         """Compile a graph. torch.compile calls this object as its backend."""
-        self.compilations.append(torch_private.CompileEvent.current())
-        with working(f"compiling {self.name}", len(self.run), "types of layers") as work:
-            work.at(sum(bool(kind.compilations) for kind in self.run.values()))
-            return torch_private.compiler_named(self.backend)(graph, inputs)
+        self.compilations.append(torch_compat.CompileEvent.current())
+        with report_progress(f"compiling {self.name}", len(self.run), "types of layers") as work:
+            work.set_completed(sum(bool(kind.compilations) for kind in self.run.values()))
+            return torch_compat.find_compiler(self.backend)(graph, inputs)
 
     def compiled(self, forward: Forward, eager: Forward) -> Forward:
         """Return the forward of a layer, which is compiled in the first call.
@@ -115,11 +115,11 @@ class LayerKind:
                 return eager(hidden, *args, **kwargs)
             # The first layer may receive a view. Its graph would have guards on the base, which
             # the inputs of other layers do not satisfy.
-            hidden = hidden.clone() if torch_private.is_view(hidden) else hidden
-            mark_sizes((hidden, args, kwargs), has_constant_tokens=self.has_constant_tokens)
+            hidden = hidden.clone() if torch_compat.is_view(hidden) else hidden
+            mark_dynamic_sizes((hidden, args, kwargs), has_constant_tokens=self.has_constant_tokens)
             try:
                 return call(hidden, *args, **kwargs)
-            except torch_private.COMPILE_ERRORS as error:
+            except torch_compat.COMPILE_ERRORS as error:
                 if not self.falls_back:
                     raise
                 self.failure = str(error) or type(error).__name__
@@ -155,21 +155,23 @@ class Compilation:
         self._has_constant_rows = has_constant_rows
         self._falls_back = falls_back
         self._kinds: dict[Any, LayerKind] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
-    def kinds(self, module: LayeredModule, way: str = "") -> list[LayerKind]:
+    def kinds(self, module: LayeredModule, variant: str = "") -> list[LayerKind]:
         """Return the kind of each layer of a module.
 
         Args:
             module: Module with the layers.
-            way: Name of a variant, if a run has several graphs of the same layer.
+            variant: Name of a variant, if a run has several graphs of the same layer.
         """
         sizes = module.layer_sizes()
         kinds = []
         for index, layer in module.indexed_layers():
-            key = (module.name, type(layer), sizes[index], way)
+            key = (module.name, type(layer), sizes[index], variant)
             if key not in self._kinds:
-                name = ", ".join([f"layers like {index} of {module.name}", *([way] if way else [])])
+                name = ", ".join(
+                    [f"layers like {index} of {module.name}", *([variant] if variant else [])]
+                )
                 self._kinds[key] = LayerKind(
                     name,
                     self._backend,
@@ -180,32 +182,34 @@ class Compilation:
             kinds.append(self._kinds[key])
         return kinds
 
-    def new_graphs(self) -> list[Graph]:
+    def new_graphs(self) -> list[CompiledGraph]:
         """Return the graphs that were compiled since the last call."""
         graphs = []
         for kind in self._kinds.values():
-            reported = self._told.get(kind.name, 0)
+            reported = self._reported.get(kind.name, 0)
             for number, compilation in enumerate(kind.compilations[reported:], reported + 1):
-                graphs.append(Graph(kind.name, number, *compilation.figures()))
-            self._told[kind.name] = len(kind.compilations)
+                graphs.append(CompiledGraph(kind.name, number, *compilation.statistics()))
+            self._reported[kind.name] = len(kind.compilations)
         return graphs
 
 
-def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None:
+def log_compiled_graphs(graphs: Sequence[CompiledGraph], step: int, log: logging.Logger) -> None:
     """Log the graphs of a step. Warn if a kind of layer has too many graphs."""
     if not graphs:
         return
-    took_s = sum(graph.compile_ms for graph in graphs) / 1e3
-    cached = sum(graph.from_cache for graph in graphs)
+    compile_s = sum(graph.compile_ms for graph in graphs) / 1e3
+    cached_graphs = sum(graph.from_cache for graph in graphs)
     text = "step %d: %d graphs of layers compiled in %.1f s, %d of them from %s"
-    log.info(text, step, len(graphs), took_s, cached, os.environ.get(CACHE_VARIABLE, "a cache"))
+    log.info(
+        text, step, len(graphs), compile_s, cached_graphs, os.environ.get(CACHE_VARIABLE, "a cache")
+    )
     for graph in graphs:
-        if graph.number > MOST_GRAPHS:
+        if graph.number > MAX_GRAPHS:
             text = "%s have %d compiled graphs, but %d are expected; recompiled because of: %s"
-            log.warning(text, graph.kind, graph.number, MOST_GRAPHS, graph.reason)
+            log.warning(text, graph.kind, graph.number, MAX_GRAPHS, graph.reason)
 
 
-def mark_sizes(value: Any, *, has_constant_tokens: bool = False) -> None:
+def mark_dynamic_sizes(value: Any, *, has_constant_tokens: bool = False) -> None:
     """Mark the sizes of layer inputs that change from call to call as dynamic.
 
     These are all sizes except the last one of floating-point tensors, the number of features.
@@ -217,39 +221,39 @@ def mark_sizes(value: Any, *, has_constant_tokens: bool = False) -> None:
     """
     if isinstance(value, Tensor):
         # All layers of a module receive the same tables and segments, marked by the first layer.
-        if has_constant_tokens or torch_private.has_dynamic_sizes(value):
+        if has_constant_tokens or torch_compat.has_dynamic_sizes(value):
             return
         sizes = value.ndim - value.is_floating_point() if value.ndim > 1 else value.ndim
         torch._dynamo.maybe_mark_dynamic(value, list(range(sizes)))
     elif isinstance(value, Mapping):
-        mark_sizes(tuple(value.values()), has_constant_tokens=has_constant_tokens)
+        mark_dynamic_sizes(tuple(value.values()), has_constant_tokens=has_constant_tokens)
     elif isinstance(value, tuple | list):
         for part in value:
-            mark_sizes(part, has_constant_tokens=has_constant_tokens)
+            mark_dynamic_sizes(part, has_constant_tokens=has_constant_tokens)
     elif has_constant_tokens and isinstance(value, Segments):
-        mark_sizes((value.cu_seqlens, value.cu_seqlens_host, value.longest))
+        mark_dynamic_sizes((value.cu_seqlens, value.cu_seqlens_host, value.longest))
     elif is_dataclass(value):
         parts = [getattr(value, part.name) for part in fields(value)]
-        mark_sizes(parts, has_constant_tokens=has_constant_tokens)
+        mark_dynamic_sizes(parts, has_constant_tokens=has_constant_tokens)
 
 
-def compiler_problem(config: CompileConfig, device: str) -> str:
+def find_compiler_problem(config: CompileConfig, device: str) -> str:
     """Return why torch.compile cannot generate code for a type of device, or "" if it can."""
-    missing = missing_compiler(device) if config.backend == "inductor" else ""
+    missing = find_missing_compiler(device) if config.backend == "inductor" else ""
     return missing and (
         f"torch.compile cannot generate code for this GPU; install {missing}, or set "
         "compile.enabled = false"
     )
 
 
-def keep_compiled_code() -> None:
+def set_compile_cache() -> None:
     """Set a private cache directory for compiled code, unless the user has set one.
 
     The directory is `torchmm/compile` in XDG_CACHE_HOME, or in `~/.cache`. If it cannot be written,
     torch uses its own default, a directory of this user in the temporary directory.
     """
     # torch sets the variable itself when it first looks up its cache directory.
-    if os.environ.get(CACHE_VARIABLE) not in (None, torch_private.usual_code_cache()):
+    if os.environ.get(CACHE_VARIABLE) not in (None, torch_compat.default_code_cache()):
         return
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -258,6 +262,6 @@ def keep_compiled_code() -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         make_writable_directory(directory)
     except (OSError, RuntimeError) as error:  # no home directory, or a read-only one
-        logger.debug("compiled code is cached in %s: %s", torch_private.usual_code_cache(), error)
+        logger.debug("compiled code is cached in %s: %s", torch_compat.default_code_cache(), error)
         return
     os.environ[CACHE_VARIABLE] = str(directory)

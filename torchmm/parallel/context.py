@@ -1,7 +1,7 @@
 """Context parallelism: ranks divide the tokens of each packed sequence, and heads in attention.
 
 `parallel.llm.context` of the `shard` ranks form a group that processes the same samples. Each rank
-has a slice of the packed sequence (`torchmm.common.row_slices`). Norms, linears, experts,
+has a slice of the packed sequence (`torchmm.common.sequence_slices`). Norms, linears, experts,
 embedding, head and loss use only local tokens. Attention needs all tokens, but not all heads. An
 all-to-all before attention exchanges local tokens of all heads for all tokens of local heads, and a
 second one after attention does the reverse (DeepSpeed-Ulysses, arXiv 2309.14509):
@@ -46,14 +46,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.layers import ConvolutionSizes, DeltaSizes
-from torchmm.common.row_slices import slice_ranges
+from torchmm.common.sequence_slices import slice_ranges
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.exchange import Counts, FeatureRanks, exchange
+from torchmm.parallel.exchange import ExchangeCounts, FeatureExchange, exchange
 
 
-class ContextRanks(FeatureRanks):
+class ContextParallelRanks(FeatureExchange):
     """Context-parallel ranks (`torchmm.models.layers.sequence_exchange.SequenceRanks`).
 
     Args:
@@ -64,8 +64,8 @@ class ContextRanks(FeatureRanks):
         super().__init__(mesh.get_group())
         self.rank = mesh.get_local_rank()
 
-    def heads(self, tokens: int) -> ContextHeads:
-        return ContextHeads(
+    def heads(self, tokens: int) -> ContextParallelHeads:
+        return ContextParallelHeads(
             self.group, self.rank, [len(each) for each in slice_ranges(tokens, self.size)]
         )
 
@@ -75,7 +75,7 @@ class ContextRanks(FeatureRanks):
         return total
 
 
-class ContextHeads:
+class ContextParallelHeads:
     """Exchange of tokens for heads (`torchmm.models.layers.sequence_exchange.HeadExchange`).
 
     Args:
@@ -108,7 +108,7 @@ class ContextHeads:
             for x, local_heads in zip(inputs, needed[self._rank], strict=True)
         ]
         per_token = sum(heads * features for heads, features in shapes)
-        counts = Counts(
+        counts = ExchangeCounts(
             [sum(len(part) for part in message) for message in messages],
             [tokens * per_token for tokens in self._tokens],
         )
@@ -138,7 +138,7 @@ class ContextHeads:
         tokens = self._tokens[self._rank]
         shares = [len(each) for each in slice_ranges(heads, len(self._tokens))]
         per_token = out_THE[0].numel()
-        counts = Counts(
+        counts = ExchangeCounts(
             [count * per_token for count in self._tokens],
             [tokens * share * out_THE.shape[2] for share in shares],
         )
@@ -175,7 +175,7 @@ def _for_readers(x: Tensor, local_heads: range, readers: int, dim: int) -> Tenso
 
 def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
     """Set the context-parallel ranks of all LLM stages of a model, in place."""
-    ranks = ContextRanks(mesh)
+    ranks = ContextParallelRanks(mesh)
     for stage in (model.llm, *model.all_stages()):
         if isinstance(stage, LlmModule):
             stage.sequence_ranks = ranks
@@ -218,7 +218,7 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:
+def stage_boundary_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:
     """Return why ranks cannot divide the sequences of an LLM with these stage boundaries.
 
     A stage sends features that later layers add to the next stage. The number of these features in
@@ -226,10 +226,11 @@ def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[s
     samples are read.
     """
     first = min(stops, default=0)
-    if ranks == 1 or not stops or not llm.taps or first > max(llm.taps):
+    if ranks == 1 or not stops or not llm.deepstack_layers or first > max(llm.deepstack_layers):
         return []
     return [
         f"[parallel.llm] context = {ranks}: {llm.name!r} adds image features after its first "
-        f"{max(llm.taps) + 1} layers, but its first stage ends with layer {first}; use fewer "
+        f"{max(llm.deepstack_layers) + 1} layers, but its first stage ends with layer {first}; use "
+        "fewer "
         "pipeline ranks or stages, or context = 1"
     ]

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchmm.common.row_slices import FeatureRoute, RowShare
+from torchmm.common.sequence_slices import FeatureRoute, SliceContext
 from torchmm.parallel.mesh import ParallelMesh
 
 
-class Counts(NamedTuple):
+class ExchangeCounts(NamedTuple):
     """Numbers of rows that this rank sends to and receives from each rank."""
 
     sent: list[int]
     received: list[int]
 
     @property
-    def back(self) -> Counts:
+    def reversed(self) -> ExchangeCounts:
         """Counts of the opposite direction."""
-        return Counts(self.received, self.sent)
+        return ExchangeCounts(self.received, self.sent)
 
 
-def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
+def exchange(rows: Tensor, counts: ExchangeCounts, group: dist.ProcessGroup) -> Tensor:
     """Exchange rows among the ranks of a group. Collective, as is the backward pass.
 
     Args:
@@ -40,66 +40,75 @@ def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
     return _Exchange.apply(rows, counts, group)
 
 
-class FeatureRanks:
+class FeatureExchange:
     """Ranks that exchange features of images: the rank of an image can differ from its sequence."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
 
-    def rows(self, rows: Tensor, route: FeatureRoute) -> Tensor:
+    def exchange_rows(self, rows: Tensor, route: FeatureRoute) -> Tensor:
         """Return the rows (R, D) that arrive by a route.
 
         Args:
             rows: (S, D). Rows that the route does not name are dropped.
         """
-        counts = Counts(route.sent, route.received)
+        counts = ExchangeCounts(route.sent, route.received)
         return exchange(rows.index_select(0, route.rows_K), counts, self.group)
 
-    def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
+    def exchange_features(
+        self, features: Mapping[str, Tensor], row: SliceContext
+    ) -> dict[str, Tensor]:
         """Return the features (K, D) of the local tokens, by encoder.
 
         One all-to-all exchanges the features of all encoders. In the backward pass, a second one
         returns the gradients.
 
         Args:
-            found: Features (K, D) of the images that this rank encodes, by encoder. Rows that the
-                route does not name, those of dummy images, are dropped.
+            features: Features (K, D) of the images that this rank encodes, by encoder. Rows that
+                the route does not name, those of dummy images, are dropped.
             row: Routes of the encoders that have images in the packed sequence.
         """
         merged = row.merged
         if merged is None:
-            return {name: self.rows(found[name], route) for name, route in row.routes.items()}
+            return {
+                name: self.exchange_rows(features[name], route)
+                for name, route in row.routes.items()
+            }
         units = merged.units
-        every_UD = torch.cat(
+        all_UD = torch.cat(
             [
-                found[name][: len(route.rows_K)].reshape(-1, found[name].shape[1] // units[name])
+                features[name][: len(route.rows_K)].reshape(
+                    -1, features[name].shape[1] // units[name]
+                )
                 for name, route in row.routes.items()
             ]
         )
-        counts = Counts(merged.sent, merged.received)
-        arrived_UD = exchange(every_UD.index_select(0, merged.sent_U), counts, self.group)
-        arrived_UD = arrived_UD.index_select(0, merged.received_U)
+        counts = ExchangeCounts(merged.sent, merged.received)
+        received_UD = exchange(all_UD.index_select(0, merged.sent_U), counts, self.group)
+        received_UD = received_UD.index_select(0, merged.received_U)
         sizes = [sum(route.received) * units[name] for name, route in row.routes.items()]
         return {
-            name: part_UD.reshape(-1, found[name].shape[1]).to(found[name].dtype)
-            for name, part_UD in zip(row.routes, arrived_UD.split(sizes), strict=True)
+            name: part_UD.reshape(-1, features[name].shape[1]).to(features[name].dtype)
+            for name, part_UD in zip(row.routes, received_UD.split(sizes), strict=True)
         }
 
 
-def data_parallel_exchange(mesh: ParallelMesh) -> FeatureRanks:
+def data_parallel_feature_exchange(mesh: ParallelMesh) -> FeatureExchange:
     """Return the data-parallel ranks with the same tensor-parallel rank. Collective."""
     # Separate groups, because FSDP2 all-gathers in its own groups at the same time.
-    groups = [[*ranks] for ranks in zip(*(share[0] for share in mesh.shares), strict=True)]
+    groups = [[*ranks] for ranks in zip(*(share[0] for share in mesh.global_ranks), strict=True)]
     group, _ = dist.new_subgroups_by_enumeration(groups)
-    return FeatureRanks(group)
+    return FeatureExchange(group)
 
 
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows, whose gradients are sent back."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, rows: Tensor, counts: ExchangeCounts, group: dist.ProcessGroup
+    ) -> Tensor:
         context: Any = ctx
         context.counts, context.group = counts, group
         return _all_to_all(rows, counts, group)
@@ -107,10 +116,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
         context: Any = ctx
-        return _all_to_all(gradients[0], context.counts.back, context.group), None, None
+        return _all_to_all(gradients[0], context.counts.reversed, context.group), None, None
 
 
-def _all_to_all(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(rows: Tensor, counts: ExchangeCounts, group: dist.ProcessGroup) -> Tensor:
     arrived = rows.new_empty(sum(counts.received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), counts.received, counts.sent, group=group)
     return arrived

@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_modules
-from torchmm.parallel.exchange import Counts, exchange
-from torchmm.parallel.tensor.styles import own_experts
+from torchmm.parallel.exchange import ExchangeCounts, exchange
+from torchmm.parallel.tensor.styles import shard_experts
 
 
 def apply_expert_parallel(module: LayeredModule, mesh: DeviceMesh) -> None:
@@ -45,7 +45,7 @@ def apply_expert_parallel(module: LayeredModule, mesh: DeviceMesh) -> None:
     The number of experts must be a multiple of the number of ranks (`expert_problems`).
     """
     for experts in expert_modules(module.layers):
-        _divide(experts, mesh)
+        _apply_to_experts(experts, mesh)
 
 
 def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
@@ -58,15 +58,15 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
             f"[parallel] expert = {ranks}, but no layer of {module.name!r} has experts; remove it"
         ]
     # `forward` calls experts with rows, the experts of each row, and weights.
-    unlike = [
+    unsupported = [
         part
         for part in expert_modules(module.layers)
         if "top_k_index" not in signature(type(part).forward).parameters
     ]
-    if unlike:
+    if unsupported:
         return [
             f"[parallel] expert = {ranks} is not supported for experts of class "
-            f"{type(unlike[0]).__name__} in {module.name!r}; use 1"
+            f"{type(unsupported[0]).__name__} in {module.name!r}; use 1"
         ]
     return [
         f"[parallel] expert = {ranks} must divide the {count} experts of a layer of "
@@ -76,12 +76,12 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
     ]
 
 
-def _divide(experts: Any, mesh: DeviceMesh) -> None:
-    compute = own_experts(experts, mesh, some_elsewhere=False)
+def _apply_to_experts(experts: Any, mesh: DeviceMesh) -> None:
+    compute = shard_experts(experts, mesh, has_remote_rows=False)
     local_experts = experts.num_experts // mesh.size()
     group = mesh.get_group()
 
-    def compute_own(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
+    def compute_local(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
         weights_R1 = rows_RD.new_ones(len(rows_RD), 1)  # routing weights are applied to the results
         out_RD = compute(rows_RD, expert_R[:, None], weights_R1)
         if len(rows_RD):
@@ -93,11 +93,11 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
 
     def forward(rows_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         expert_S, order_S = index_TK.flatten().sort(stable=True)
-        counts, arriving_R = _announce(expert_S, local_experts, group)
+        counts, local_expert_R = _exchange_counts(expert_S, local_experts, group)
         tokens_S = order_S // index_TK.shape[1]
-        arrived_RD = exchange(rows_TD[tokens_S], counts, group)
-        results_RD = compute_own(arrived_RD, arriving_R)
-        results_SD = exchange(results_RD, counts.back, group)
+        received_RD = exchange(rows_TD[tokens_S], counts, group)
+        results_RD = compute_local(received_RD, local_expert_R)
+        results_SD = exchange(results_RD, counts.reversed, group)
         # Summing in token order is deterministic, unlike adding rows in arbitrary order.
         results_TKD = results_SD[order_S.argsort()].view(*index_TK.shape, -1)
         return (results_TKD * weights_TK[..., None]).sum(1).to(rows_TD.dtype)
@@ -105,9 +105,9 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
     experts.forward = forward
 
 
-def _announce(
+def _exchange_counts(
     expert_S: Tensor, local_experts: int, group: dist.ProcessGroup
-) -> tuple[Counts, Tensor]:
+) -> tuple[ExchangeCounts, Tensor]:
     """Exchange row counts, and return them with the local expert index of each received row.
 
     The host needs the message sizes, so this synchronizes with the device once per layer and
@@ -125,6 +125,6 @@ def _announce(
     dist.all_to_all_single(received_E, sent_E, group=group)
     both = torch.stack([sent_E, received_E]).view(2, ranks, local_experts).sum(-1)
     sent, received = both.tolist()
-    own_experts_E = torch.arange(local_experts, device=expert_S.device).repeat(ranks)
-    arriving_R = own_experts_E.repeat_interleave(received_E, output_size=sum(received))
-    return Counts(sent, received), arriving_R
+    local_experts_E = torch.arange(local_experts, device=expert_S.device).repeat(ranks)
+    local_expert_R = local_experts_E.repeat_interleave(received_E, output_size=sum(received))
+    return ExchangeCounts(sent, received), local_expert_R

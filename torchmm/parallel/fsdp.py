@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_modules
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 from torchmm.parallel.precision import MixedPrecision
 from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -83,7 +83,7 @@ def apply_fsdp(
     units = [*module.layers, module]
     if expert_mesh is not None:
         experts = expert_modules(module.layers)
-        placement = partial(_placement_of_experts, expert_mesh)
+        placement = partial(_expert_placement, expert_mesh)
         for part in experts:  # before layers, whose units contain all remaining parameters
             fully_shard(
                 part,
@@ -103,7 +103,7 @@ def apply_fsdp(
         register_fsdp_forward_method(module, method)
 
 
-def _placement_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
+def _expert_placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
     """Return the shard dimension: features if a rank would have less than one expert."""
     assert isinstance(parameter, DTensor)
     shards = mesh.size(-1)
@@ -142,7 +142,7 @@ class StepSharding:
 
     def accumulate_gradients(self) -> None:
         """Add the gradients of `stage_backward_weight` to the sums of the step."""
-        torch_private.accumulate_gradients(self._root)
+        torch_compat.accumulate_gradients(self._root)
 
     def start_reducing(self) -> torch.cuda.Event | None:
         """Start the gradient reduction over data-parallel ranks, and free unsharded parameters.
@@ -154,15 +154,15 @@ class StepSharding:
         """
         self._wait()
         # Replicas without a task for this stage must join the reduction.
-        torch_private.fill_missing_gradients(self._root)
+        torch_compat.fill_missing_gradients(self._root)
         self._set_reducing(True)
-        self._reducing = torch_private.start_reducing(self._root)
-        return torch_private.end_of_reducing(self._root)
+        self._reducing = torch_compat.start_reducing(self._root)
+        return torch_compat.record_reduction_end(self._root)
 
     def finish_reducing(self) -> None:
         """Make later work wait for the reduction, if one is in progress."""
         if self._reducing is not None:
-            torch_private.finish_reducing(self._root, self._reducing)
+            torch_compat.finish_reducing(self._root, self._reducing)
             self._set_reducing(False)
             self._reducing = None
 
@@ -171,11 +171,11 @@ class StepSharding:
         self._wait()
         for unit in self._units:
             unit.reshard()
-        torch_private.clear_forward_order(self._root)
+        torch_compat.clear_forward_order(self._root)
 
     def _prepare(self) -> None:
         # Not in the constructor: the FSDP state is final only after parameters have memory.
-        torch_private.initialize_fsdp(self._root)
+        torch_compat.initialize_fsdp(self._root)
         self._root.set_reshard_after_forward(False)
         self._set_reducing(False)
         self._prepared = True
@@ -201,16 +201,17 @@ class LayerSharding:
 
     Args:
         module: Root of FSDP2 (see `apply_fsdp`).
-        reduces_each: Whether each backward pass reduce-scatters its gradients into sharded float32
-            sums. Replicas (HSDP) all-reduce these sums only in the last backward pass. If False,
-            float32 sums of unsharded gradients are reduced once, in the last backward pass.
+        reduces_every_microbatch: Whether each backward pass reduce-scatters its gradients into
+            sharded float32 sums. Replicas (HSDP) all-reduce these sums only in the last backward
+            pass. If False, float32 sums of unsharded gradients are reduced once, in the last
+            backward pass.
     """
 
-    def __init__(self, module: torch.nn.Module, reduces_each: bool = False) -> None:
+    def __init__(self, module: torch.nn.Module, reduces_every_microbatch: bool = False) -> None:
         assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
         self._units = _units(module)
-        self._reduces_each = reduces_each
+        self._reduces_each = reduces_every_microbatch
         self._has_buffer = False
         self._backwards = 0
 
@@ -222,7 +223,7 @@ class LayerSharding:
     def before_forward(self) -> None:
         """Free the buffer of the last reduction, which overlapped with other modules until now."""
         if self._has_buffer:
-            torch_private.release_reduced(self._root)
+            torch_compat.free_reduce_buffers(self._root)
             self._has_buffer = False
 
     def before_backward(self) -> None:
@@ -249,7 +250,7 @@ Sharding = StepSharding | LayerSharding | MixedPrecision
 """Sharding of the parameters and gradients of a stage, or mixed precision on one rank."""
 
 
-def reshards_after_forward(parallel: ParallelConfig) -> bool:
+def should_reshard_after_forward(parallel: ParallelConfig) -> bool:
     """Return True if FSDP2 frees unsharded parameters after each forward pass.
 
     This is the default, with two exceptions. In a pipeline, each microbatch would all-gather them

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-def exchange_device() -> torch.device:
+def host_collective_device() -> torch.device:
     """Return the device for collectives of host values.
 
     It is the CPU if the process group supports it, so that the host does not wait for the GPU.
@@ -26,7 +26,7 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(values)]
-    mine_N = torch.tensor(values, dtype=torch.float64, device=exchange_device())
+    mine_N = torch.tensor(values, dtype=torch.float64, device=host_collective_device())
     all_RN = mine_N.new_empty(dist.get_world_size() * len(values))
     dist.all_gather_into_tensor(all_RN, mine_N)
     return all_RN.view(-1, len(values)).tolist()
@@ -38,7 +38,7 @@ def gather_texts(text: str) -> list[str]:
     sizes = [int(size) for [size] in gather_floats([len(data)])]
     if len(sizes) == 1:
         return [text]
-    device = exchange_device()
+    device = host_collective_device()
     local = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if data:
         local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -48,7 +48,7 @@ def gather_texts(text: str) -> list[str]:
     return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
 
 
-def ranks_of_machine() -> list[int]:
+def ranks_on_host() -> list[int]:
     """Return the ranks on this machine, or of this launcher if several share it. Collective."""
     machines = gather_texts(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
     rank = dist.get_rank() if dist.is_initialized() else 0

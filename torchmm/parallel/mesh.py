@@ -57,9 +57,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError, PeerError
-from torchmm.common.log import working
-from torchmm.parallel import torch_private
-from torchmm.parallel.gather import exchange_device
+from torchmm.common.log import report_progress
+from torchmm.parallel import torch_compat
+from torchmm.parallel.gather import host_collective_device
 from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.recipe.mesh_sizes import AXES, MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -165,9 +165,9 @@ class ParallelMesh:
     """Ranks of a run: the mesh of the module of this rank, and the ranks of plans."""
 
     device: torch.device
-    own: ModuleMesh
+    module_mesh: ModuleMesh
     """Mesh of the module of this rank, or of all modules if they are not disaggregated."""
-    shares: Sequence[Sequence[Sequence[int]]]
+    global_ranks: Sequence[Sequence[Sequence[int]]]
     """Global ranks, by data-parallel rank (share of the global batch) and plan rank. The ranks of a
     plan rank execute the same actions: they are tensor-parallel or context-parallel."""
     units: Mapping[str, MeshSizes] = field(default_factory=dict)
@@ -186,68 +186,68 @@ class ParallelMesh:
         return dist.get_world_size()
 
     @cached_property
-    def _place(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         """(share of the global batch, plan rank) of this rank."""
         return next(
             (share, plan_rank)
-            for share, plan_ranks in enumerate(self.shares)
+            for share, plan_ranks in enumerate(self.global_ranks)
             for plan_rank, ranks in enumerate(plan_ranks)
             if self.rank in ranks
         )
 
     @property
-    def pipeline_size(self) -> int:
+    def plan_size(self) -> int:
         """Number of ranks of a plan."""
-        return len(self.shares[0])
+        return len(self.global_ranks[0])
 
     @property
-    def pipeline_rank(self) -> int:
+    def plan_rank(self) -> int:
         """Rank in the plan."""
-        return self._place[1]
+        return self._position[1]
 
     @property
     def plan_ranks(self) -> Sequence[Sequence[int]]:
         """Global ranks of the plan of this rank, by plan rank."""
-        return self.shares[self._place[0]]
+        return self.global_ranks[self._position[0]]
 
     @property
-    def mirrors(self) -> int:
+    def mirror_count(self) -> int:
         """Number of plan ranks that form one tensor-parallel group of the LLM.
 
         It is the number of tensor-parallel groups that encoders have within this group.
         """
-        group_size = len(self.plan_ranks[self.pipeline_rank])
-        return self.own.sizes.tensor * self.context_size // group_size
+        group_size = len(self.plan_ranks[self.plan_rank])
+        return self.module_mesh.sizes.tensor * self.context_size // group_size
 
     @property
     def context_size(self) -> int:
         """Number of context-parallel ranks."""
-        return 1 if self.own.context is None else self.own.context.size()
+        return 1 if self.module_mesh.context is None else self.module_mesh.context.size()
 
     @property
     def context_rank(self) -> int:
         """Context-parallel rank."""
-        return 0 if self.own.context is None else self.own.context.get_local_rank()
+        return 0 if self.module_mesh.context is None else self.module_mesh.context.get_local_rank()
 
     @property
-    def samples_ranks(self) -> int:
+    def ranks_per_sample(self) -> int:
         """Number of ranks that process the same samples."""
         return sum(len(ranks) for ranks in self.plan_ranks)
 
     @property
-    def is_first_of_samples(self) -> bool:
+    def is_first_sample_rank(self) -> bool:
         """True on the first of the ranks that process the same samples."""
         return self.rank == self.plan_ranks[0][0]
 
     @property
     def data_parallel_size(self) -> int:
         """Number of data-parallel ranks: the number of shares of the global batch."""
-        return len(self.shares)
+        return len(self.global_ranks)
 
     @property
     def data_parallel_rank(self) -> int:
         """Data-parallel rank: the index of the share of the global batch."""
-        return self._place[0]
+        return self._position[0]
 
     @cached_property
     def _sum_groups(self) -> Sequence[dist.ProcessGroup]:
@@ -255,7 +255,9 @@ class ParallelMesh:
         if self.units:
             assert dist.group.WORLD is not None
             return [dist.group.WORLD]
-        return [self.own.mesh.get_group(a) for a in AXES if self.own.mesh[a].size() > 1]
+        return [
+            self.module_mesh.mesh.get_group(a) for a in AXES if self.module_mesh.mesh[a].size() > 1
+        ]
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of `values` over all ranks, bitwise identical on all ranks. Collective.
@@ -273,18 +275,18 @@ class ParallelMesh:
     def sizes(self) -> dict[str, int]:
         """Parallelism degrees by dimension, or by module and dimension, for checkpoints."""
         if not self.units:
-            return {**self.own.sizes._asdict(), CONTEXT: self.context_size}
+            return {**self.module_mesh.sizes._asdict(), CONTEXT: self.context_size}
         return {
             f"{name}.{dimension}": size
             for name, unit in self.units.items()
             for dimension, size in unit._asdict().items()
         }
 
-    def global_rank(self, pipeline: int) -> int:
+    def first_global_rank(self, pipeline: int) -> int:
         """Return the first global rank of a plan rank, in the plan of data-parallel rank 0."""
-        return self.shares[0][pipeline][0]
+        return self.global_ranks[0][pipeline][0]
 
-    def sum_over_data(self, values: list[float]) -> list[float]:
+    def sum_over_data_parallel(self, values: list[float]) -> list[float]:
         """Return sums over the data-parallel ranks, in float64. Collective over all ranks.
 
         All ranks that process the same samples must pass the same values. Send values of a single
@@ -292,9 +294,9 @@ class ParallelMesh:
         """
         if self.world_size == 1:
             return list(values)
-        totals = torch.tensor(values, dtype=torch.float64, device=exchange_device())
+        totals = torch.tensor(values, dtype=torch.float64, device=host_collective_device())
         dist.all_reduce(totals)
-        return (totals / self.samples_ranks).tolist()
+        return (totals / self.ranks_per_sample).tolist()
 
 
 def select_device(device: str) -> torch.device:
@@ -335,7 +337,7 @@ def use_expandable_segments(device: torch.device, config: ParallelConfig) -> Non
     logger.info("CUDA allocator: %s = %s", ALLOCATOR_VARIABLES[0], EXPANDABLE_SEGMENTS)
 
 
-@working("connecting to the other ranks")
+@report_progress("connecting to the other ranks")
 def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     """Join the process group of torchrun. Without torchrun, the process is a group of one rank.
 
@@ -345,9 +347,9 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
-    alone = os.environ["WORLD_SIZE"] == "1"
+    is_single_rank = os.environ["WORLD_SIZE"] == "1"
     backend: str = config.backend
-    if not alone and (device.type, backend) in {("cuda", "gloo"), ("cpu", "nccl")}:
+    if not is_single_rank and (device.type, backend) in {("cuda", "gloo"), ("cpu", "nccl")}:
         raise ConfigError(
             f'parallel.backend = "{backend}": does not support tensors on {device.type} '
             'devices; use "auto"'
@@ -358,8 +360,8 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout_s)
-    _look_for_store(config.timeout_s)
-    store = _meeting_place(timeout)
+    _check_store_connection(config.timeout_s)
+    store = _create_store(timeout)
     dist.init_process_group(
         backend,
         timeout=timeout,
@@ -367,11 +369,11 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
     )
-    if alone:  # no other rank waits for it if a program exits with an open group
+    if is_single_rank:  # no other rank waits for it if a program exits with an open group
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def _look_for_store(timeout_s: float) -> None:
+def _check_store_connection(timeout_s: float) -> None:
     """Check that the store of torch is at the rendezvous address, or is not started yet.
 
     A store client waits without a timeout for a server that accepts connections and does not
@@ -389,13 +391,13 @@ def _look_for_store(timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     failures = []
 
-    def look() -> None:
+    def connect() -> None:
         try:
             dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
         except Exception as error:  # raised below, in the main thread
             failures.append(error)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(timeout_s + STORE_GRACE_S)
     if thread.is_alive():
@@ -408,7 +410,7 @@ def _look_for_store(timeout_s: float) -> None:
         raise failures[0]
 
 
-def _meeting_place(timeout: timedelta) -> dist.Store | None:
+def _create_store(timeout: timedelta) -> dist.Store | None:
     """Return the store for the addresses of ranks, or None for the default of torch.
 
     torchrun has one store for all attempts. By default, restarted ranks would read the addresses of
@@ -452,9 +454,9 @@ def encoder_meshes(
     mesh_of_sizes: dict[MeshSizes, ModuleMesh] = {}
     meshes = {}
     for name in encoders:
-        sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
+        sizes = encoder_mesh_sizes(config, name, mesh.module_mesh.sizes)
         if sizes not in mesh_of_sizes:
-            mesh_of_sizes[sizes] = mesh.own.colocated(sizes)
+            mesh_of_sizes[sizes] = mesh.module_mesh.colocated(sizes)
         meshes[name] = mesh_of_sizes[sizes]
     return meshes
 
@@ -470,7 +472,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     options: dict[int | str, Any] = {}
     if layer_hooks is not None and device.type == "cuda":
         # A kernel that is launched after the start of a collective must not delay the collective.
-        options[TENSOR] = torch_private.high_priority(timedelta(seconds=config.timeout_s))
+        options[TENSOR] = torch_compat.high_priority_options(timedelta(seconds=config.timeout_s))
     mesh = init_device_mesh(
         device.type, tuple(sizes), mesh_dim_names=AXES, backend_override=options or None
     )

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmm.common.errors import ConfigError, PeerError
-from torchmm.parallel.health.peers import is_peer_trouble
+from torchmm.parallel.health.peers import is_peer_failure
 
 HARDWARE_QUEUES = 32
 """Number of hardware queues of CUDA."""
@@ -91,7 +91,7 @@ class ShapeAndDtype(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-Cut = tuple[int, int]
+SliceCounts = tuple[int, int]
 """(source, destination): numbers of slices along the first dimension. Each rank of the source group
 and of the destination group has one slice. If both are 1, all ranks have the full tensor."""
 
@@ -119,9 +119,9 @@ class PendingTransfer:
             try:
                 work.wait()
             except RuntimeError as error:
-                if not is_peer_trouble(error):
+                if not is_peer_failure(error):
                     raise
-                raise _lost(error, self._rank, peer, action) from error
+                raise _lost_peer_error(error, self._rank, peer, action) from error
         return self._tensors
 
 
@@ -152,10 +152,10 @@ class P2PChannels:
         self.device = device
         self._ranks = [[r] if isinstance(r, int) else list(r) for r in ranks]
         self._rank = dist.get_rank()
-        places = [(i, g.index(self._rank)) for i, g in enumerate(self._ranks) if self._rank in g]
-        if not places:
+        positions = [(i, g.index(self._rank)) for i, g in enumerate(self._ranks) if self._rank in g]
+        if not positions:
             raise ValueError(f"rank {self._rank} is not one of the ranks of the plan, {[*ranks]}")
-        self._plan_rank, self._place = places[0]
+        self._plan_rank, self._group_rank = positions[0]
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
         self._up = dist.new_group(backend=backend, timeout=timeout, group_desc="p2p_up")
@@ -182,13 +182,15 @@ class P2PChannels:
         for source, destination in sorted(set(pairs)):
             sizes = len(self._ranks[source]), len(self._ranks[destination])
             # Full tensors and slices use different pairs of ranks if group sizes differ.
-            for cut in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
-                rows = lcm(sizes[0], sizes[1]) // cut[source != rank]
+            for slice_counts in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
+                rows = lcm(sizes[0], sizes[1]) // slice_counts[source != rank]
                 probe = torch.zeros(rows, device=self.device)
                 if source == rank:
-                    self.send((probe,), (probe,), destination, "warm-up", [cut]).wait("warm-up")
+                    self.send((probe,), (probe,), destination, "warm-up", [slice_counts]).wait(
+                        "warm-up"
+                    )
                 elif destination == rank:
-                    self.receive((probe,), source, "warm-up", [cut]).wait("warm-up")
+                    self.receive((probe,), source, "warm-up", [slice_counts]).wait("warm-up")
 
     def send(
         self,
@@ -196,7 +198,7 @@ class P2PChannels:
         specs: Sequence[ShapeAndDtype],
         peer: int,
         action: object,
-        cuts: Sequence[Cut] = (),
+        slice_counts: Sequence[SliceCounts] = (),
     ) -> PendingTransfer:
         """Post the sends of the tensors of an action.
 
@@ -205,7 +207,7 @@ class P2PChannels:
             specs: Specs of these tensors on this rank, from the plan.
             peer: Destination rank of the plan.
             action: Name of the action in error messages.
-            cuts: One per tensor. By default, all ranks have full tensors.
+            slice_counts: One per tensor. By default, all ranks have full tensors.
 
         Raises:
             ValueError: The tensors do not match the specs.
@@ -215,8 +217,8 @@ class P2PChannels:
         sent = tuple(t.detach().contiguous() for t in tensors)
         parts = [
             part
-            for tensor, cut in zip(sent, cuts or [(1, 1)] * len(sent), strict=True)
-            for part in self._parts(tensor, cut, self._ranks[peer], sends=True)
+            for tensor, counts in zip(sent, slice_counts or [(1, 1)] * len(sent), strict=True)
+            for part in self._transfer_parts(tensor, counts, self._ranks[peer], sends=True)
         ]
         return self._post(dist.isend, sent, parts, action)
 
@@ -225,7 +227,7 @@ class P2PChannels:
         specs: Sequence[ShapeAndDtype],
         peer: int,
         action: object,
-        cuts: Sequence[Cut] = (),
+        slice_counts: Sequence[SliceCounts] = (),
     ) -> PendingTransfer:
         """Allocate buffers and post receives. See `send` for the arguments.
 
@@ -235,32 +237,32 @@ class P2PChannels:
         buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
         parts = [
             part
-            for buffer, cut in zip(buffers, cuts or [(1, 1)] * len(buffers), strict=True)
-            for part in self._parts(buffer, cut, self._ranks[peer], sends=False)
+            for buffer, counts in zip(buffers, slice_counts or [(1, 1)] * len(buffers), strict=True)
+            for part in self._transfer_parts(buffer, counts, self._ranks[peer], sends=False)
         ]
         return self._post(dist.irecv, buffers, parts, action)
 
-    def _parts(
-        self, tensor: Tensor, cut: Cut, peers: Sequence[int], *, sends: bool
+    def _transfer_parts(
+        self, tensor: Tensor, slice_counts: SliceCounts, peers: Sequence[int], *, sends: bool
     ) -> list[tuple[Tensor, int]]:
         """Return (part of the tensor, global rank of the peer) for each transfer."""
         group_size = len(self._ranks[self._plan_rank])
         peer_count = len(peers)
-        if cut[0] == cut[1]:
+        if slice_counts[0] == slice_counts[1]:
             if not sends:
-                return [(tensor, peers[self._place * peer_count // group_size])]
-            here = (
+                return [(tensor, peers[self._group_rank * peer_count // group_size])]
+            positions = (
                 place
                 for place in range(peer_count)
-                if place * group_size // peer_count == self._place
+                if place * group_size // peer_count == self._group_rank
             )
-            return [(tensor, peers[place]) for place in here]
-        assert cut == ((group_size, peer_count) if sends else (peer_count, group_size)), (
+            return [(tensor, peers[place]) for place in positions]
+        assert slice_counts == ((group_size, peer_count) if sends else (peer_count, group_size)), (
             "slices of other ranks"
         )
         assert tensor.ndim <= 2, "rows of other ranks are not next to each other"
         rows = len(tensor)
-        first = self._place * rows
+        first = self._group_rank * rows
         size = rows * group_size // peer_count  # rows of a peer's slice
         parts = []
         for place, peer in enumerate(peers):
@@ -287,15 +289,15 @@ class P2PChannels:
             try:
                 work = operation(part, rank, group=group)
             except RuntimeError as error:
-                if not is_peer_trouble(error):
+                if not is_peer_failure(error):
                     raise
-                raise _lost(error, self._rank, rank, action) from error
+                raise _lost_peer_error(error, self._rank, rank, action) from error
             if work is not None:
                 works.append((rank, work))
         return PendingTransfer(tensors, works, self._rank)
 
 
-def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
+def _lost_peer_error(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
     # Without the source location in gloo.
     reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]
     return PeerError(

@@ -30,12 +30,12 @@ from torchmm.models.layered import LayeredModule
 
 _ATTRIBUTE = "torchmm_mixed_precision"
 
-SMALL = 2**18
+SMALL_GRADIENT_ELEMENTS = 2**18
 """Maximum number of elements of gradients that are kept until the end of the backward pass.
 
 Estimate for 2.7 TB/s: adding 2**18 elements moves 2.6 MB in 1 us, less than a kernel launch.
 """
-TOGETHER = 2**24
+BATCHED_ELEMENTS = 2**24
 """Number of elements of gradients that are added together, with temporary float32 copies."""
 
 
@@ -49,7 +49,7 @@ def apply_mixed_precision(module: LayeredModule, dtype: torch.dtype) -> None:
     for unit in (*module.layers, module):
         unit.register_forward_pre_hook(cast, with_kwargs=True)
     for name in module.forward_methods:
-        setattr(module, name, _casting(getattr(module, name), dtype))
+        setattr(module, name, _cast_inputs(getattr(module, name), dtype))
 
 
 def mixed_precision(module: nn.Module) -> MixedPrecision | None:
@@ -107,11 +107,11 @@ class MixedPrecision:
             elif weight.has_new_gradient():
                 small.append(weight)
                 elements += weight.master.numel()
-            if elements >= TOGETHER:
-                _accumulate_together(small)
+            if elements >= BATCHED_ELEMENTS:
+                _accumulate_batch(small)
                 small, elements = [], 0
         if small:
-            _accumulate_together(small)
+            _accumulate_batch(small)
 
     def end_step(self) -> None:
         """Restore the original parameters of the module, with their gradients. Idempotent."""
@@ -128,7 +128,10 @@ class MixedPrecision:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owners.setdefault(parameter, []).append((owner, name))
-        return [_Weight(parameter, places, self._dtype) for parameter, places in owners.items()]
+        return [
+            _Weight(parameter, owner_names, self._dtype)
+            for parameter, owner_names in owners.items()
+        ]
 
 
 class _Weight:
@@ -160,7 +163,7 @@ class _Weight:
         if master.dtype != dtype:
             copy = torch.empty_like(master, dtype=dtype)
             self.compute = nn.Parameter(copy, requires_grad=master.requires_grad)
-        self.is_small = master.numel() <= SMALL
+        self.is_small = master.numel() <= SMALL_GRADIENT_ELEMENTS
         if master.requires_grad and not self.is_small:
             self.compute.register_post_accumulate_grad_hook(lambda _: self.accumulate_gradient())
 
@@ -216,7 +219,7 @@ class _Weight:
 
 
 @torch.no_grad()
-def _accumulate_together(weights: list[_Weight]) -> None:
+def _accumulate_batch(weights: list[_Weight]) -> None:
     """Move the gradients of several compute copies into their float32 sums."""
     gradients: list[Tensor] = []
     for weight in weights:
@@ -224,11 +227,11 @@ def _accumulate_together(weights: list[_Weight]) -> None:
         gradients.append(weight.compute.grad)
         weight.compute.grad = None
     # On CUDA, one kernel adds several tensors only if all have the same dtype.
-    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    torch._foreach_copy_(wide, gradients)
+    float32_gradients = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    torch._foreach_copy_(float32_gradients, gradients)
     sums: list[Tensor] = []
     addends: list[Tensor] = []
-    for weight, addend in zip(weights, wide, strict=True):
+    for weight, addend in zip(weights, float32_gradients, strict=True):
         if weight.sum is None:
             weight.sum = addend
         else:
@@ -249,10 +252,10 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         cast = {key: cast_floats(part, dtype) for key, part in value.items()}
-        return value if _same(cast.values(), value.values()) else cast
+        return value if _are_same_objects(cast.values(), value.values()) else cast
     if isinstance(value, list | tuple):
         parts = [cast_floats(part, dtype) for part in value]
-        if _same(parts, value):
+        if _are_same_objects(parts, value):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
@@ -262,12 +265,12 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _are_same_objects(first: Any, second: Any) -> bool:
     """Return True if both iterables contain the same objects."""
-    return all(a is b for a, b in zip(ours, theirs, strict=True))
+    return all(a is b for a, b in zip(first, second, strict=True))
 
 
-def _casting(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+def _cast_inputs(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a method that casts its inputs. Hooks cast only the inputs of `forward`."""
 
     @wraps(method)

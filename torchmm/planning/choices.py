@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.extensions import find_entry, load_entry
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
@@ -36,7 +36,7 @@ def choose_sizes(recipe: Recipe, world_size: int) -> Recipe:
     return chosen
 
 
-def choose_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
+def choose_data_balancing(run: ResolvedRecipe, model: MultimodalModel) -> ResolvedRecipe:
     """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
     The value is "none" if no installed extension chooses.
@@ -53,19 +53,19 @@ def choose_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
     if not keys:
         return run
     if (entry := find_entry("recipe_choices", "arrangement")) is not None:
-        chosen: Resolved = entry.load()(run, model)
+        chosen: ResolvedRecipe = entry.load()(run, model)
         return chosen
-    natural = data.model_copy(update=dict.fromkeys(keys, "none"))
+    disabled = data.model_copy(update=dict.fromkeys(keys, "none"))
     reasons = {f"data.{key}": 'none (the extension "balance" is not installed)' for key in keys}
-    run = run.with_recipe(run.recipe.model_copy(update={"data": natural}))
+    run = run.with_recipe(run.recipe.model_copy(update={"data": disabled}))
     return replace(run, choices={**run.choices, **reasons})
 
 
 def choose_segments(
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    shares: Sequence[list[MicrobatchMeta]],
+    metas: Sequence[list[MicrobatchMeta]],
     device: torch.device,
 ) -> ParallelConfig:
     """Return [parallel] with stages per module for a schedule that chooses them.
@@ -74,7 +74,7 @@ def choose_segments(
         run: Recipe with resolved parallelism degrees.
         model: Model of the recipe on the meta device.
         tokenizer: Tokenizer of the model.
-        shares: Microbatches of the first step, by share of the global batch.
+        metas: Microbatches of the first step, by share of the global batch.
         device: Device of the run.
 
     Raises:
@@ -84,5 +84,5 @@ def choose_segments(
     entry = find_entry("recipe_choices", "segments")
     if entry is None or not entry.is_used(parallel):
         return parallel
-    chosen: ParallelConfig = entry.load()(run, model, tokenizer, shares, device)
+    chosen: ParallelConfig = entry.load()(run, model, tokenizer, metas, device)
     return chosen

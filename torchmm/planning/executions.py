@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution, States
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import STATE_BLOCK, UPDATE_CHUNK, FixedMode
@@ -30,7 +30,7 @@ def recompute_mode(recipe: Recipe, module: ModuleDescription, device: str) -> Fi
     )
 
 
-def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str:
+def cuda_graphs_problem(run: ResolvedRecipe, module: ModuleDescription, device: str) -> str:
     """Return why the layers of a module are not launched as CUDA graphs, or "" if they are.
 
     Args:
@@ -51,7 +51,7 @@ def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str
 
 
 def module_executions(
-    run: Resolved, modules: Sequence[ModuleDescription], device: str
+    run: ResolvedRecipe, modules: Sequence[ModuleDescription], device: str
 ) -> dict[str, Execution]:
     """Return the execution of each module of a run.
 
@@ -80,9 +80,9 @@ def module_executions(
             context=parallel.context if module.kind == "llm" else 1,
             recompute=recompute,
             compiled=run.recipe.compile.applies_to(module, device, parallel),
-            graphs=not graphs_problem(run, module, device),
+            graphs=not cuda_graphs_problem(run, module, device),
             states=parameter_states(run.recipe),
-            reduces_each=parallel.gradient_reduction == "microbatch",
+            reduces_every_microbatch=parallel.gradient_reduction == "microbatch",
         )
     return executions
 
@@ -95,34 +95,42 @@ def parameter_states(recipe: Recipe) -> States:
     `torchmm/training/optimizers`.
     """
     optimizer = recipe.optimizer
-    narrow = recipe.training.parameter_dtype == "bfloat16"
-    moment = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / STATE_BLOCK}[optimizer.state_dtype]
-    changed = {"float32": 0.0, "bfloat16": 92.0, "int8": 70.0}
+    is_bfloat16 = recipe.training.parameter_dtype == "bfloat16"
+    moment_bytes = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / STATE_BLOCK}[
+        optimizer.state_dtype
+    ]
+    conversion_bytes = {"float32": 0.0, "bfloat16": 92.0, "int8": 70.0}
     muon = optimizer.name == "muon"
-    updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
-    average = 0.0 if recipe.training.ema_decay is None else 4.0
-    if average:  # read and written with the parameter, twice for narrow parameters
-        updated += 18 if narrow else 12
-    weight = 2.0 if narrow else 4.0
+    update_bytes = (
+        28
+        + 2 * conversion_bytes[optimizer.state_dtype]
+        + (conversion_bytes["bfloat16"] + 6) * is_bfloat16
+    )
+    average_bytes = 0.0 if recipe.training.ema_decay is None else 4.0
+    if average_bytes:  # read and written with the parameter, twice for narrow parameters
+        update_bytes += 18 if is_bfloat16 else 12
+    weight = 2.0 if is_bfloat16 else 4.0
     # Read and write of parameter, moments and average, and read of the gradient.
-    fused = 2 * (weight + 2 * moment + average) + 4
-    if optimizer.state_dtype == "float32" and not narrow:
-        fused += 4  # the fused kernel of torch writes the clipped gradient
-    device_moment = 0.0 if optimizer.offload else moment
-    rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
-    packed = optimizer.state_dtype != "float32"
-    in_place = not (narrow or muon or optimizer.offload or packed)
+    fused_update_bytes = 2 * (weight + 2 * moment_bytes + average_bytes) + 4
+    if optimizer.state_dtype == "float32" and not is_bfloat16:
+        fused_update_bytes += 4  # the fused kernel of torch writes the clipped gradient
+    device_moment = 0.0 if optimizer.offload else moment_bytes
+    rounding_bytes = {"float32": 8.0 * is_bfloat16, "bfloat16": 8.0, "int8": 12.0}[
+        optimizer.state_dtype
+    ]
+    is_low_precision = optimizer.state_dtype != "float32"
+    in_place = not (is_bfloat16 or muon or optimizer.offload or is_low_precision)
     return States(
         weight=weight,
         moments=2 * device_moment,
         layer_moments=(1 if muon else 2) * device_moment,
-        average=average,
-        updated=updated,
-        fused=updated if muon else fused,
-        visiting=(1 if muon else 2) * (moment - device_moment),
+        average=average_bytes,
+        updated=update_bytes,
+        fused=update_bytes if muon else fused_update_bytes,
+        visiting=(1 if muon else 2) * (moment_bytes - device_moment),
         orthogonal=muon,
         portion=0 if in_place else UPDATE_CHUNK,
-        copy=4.0 * narrow,
-        moment_copy=4.0 * packed,
-        rounding=rounding,
+        copy=4.0 * is_bfloat16,
+        moment_copy=4.0 * is_low_precision,
+        rounding=rounding_bytes,
     )

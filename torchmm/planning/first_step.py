@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from torchmm.data.sources.sample_set import SampleSet
 
 
-def first_step(
-    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
+def read_first_step(
+    recipe: Recipe,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_parallel_size: int,
 ) -> list[list[MicrobatchMeta]]:
     """Return the sample sizes of the first step, by share of the global batch.
 
@@ -31,7 +34,7 @@ def first_step(
         recipe.training,
         data_parallel_rank=0,
         state=None,
-        data_parallel_size=shares,
+        data_parallel_size=data_parallel_size,
         **model.sample_specs(tokenizer),
     )
     return [list(share) for share in loader.next_metas() or ()]
@@ -44,7 +47,7 @@ def training_samples(
 
     The number is unknown for streams, and if remote producers open the data.
     """
-    # Imported late, see `first_step`.
+    # Imported late, see `read_first_step`.
     from torchmm.data.samples import find_samples  # noqa: PLC0415
 
     sources = recipe.data.sources
@@ -65,10 +68,12 @@ def plan_passes(
         epochs: Passes to plan.
         max_steps: Number of steps after which planning stops.
     """
-    # Imported late, see `first_step`.
+    # Imported late, see `read_first_step`.
     from torchmm.data.steps.plan_steps import StepPosition  # noqa: PLC0415
 
-    sequence = samples.sequence(recipe.data, one_by_one(recipe).training, StepPosition())
+    sequence = samples.sequence(
+        recipe.data, with_single_sequence_microbatches(recipe).training, StepPosition()
+    )
     passes = 0.0
     for step in range(1, max_steps + 1):
         passes = next(sequence).epoch
@@ -77,7 +82,7 @@ def plan_passes(
     return max_steps, passes
 
 
-def one_by_one(recipe: Recipe) -> Recipe:
+def with_single_sequence_microbatches(recipe: Recipe) -> Recipe:
     """Return the recipe with one packed sequence per microbatch."""
     training = recipe.training.model_copy(update={"microbatch_size": 1})
     return recipe.model_copy(update={"training": training})

@@ -16,12 +16,12 @@ class PlannedStep:
 
     Attributes:
         step: Number of the step.
-        numbers: Plan from `encode_plan`.
+        encoded_plan: Plan from `encode_plan`.
         statistics: Planning metrics, see `StepPlan`.
         finished: Whether the search was finished.
     """
 
     step: int
-    numbers: NDArray[np.int32]
+    encoded_plan: NDArray[np.int32]
     statistics: Mapping[str, Any] = field(default_factory=dict)
     finished: bool = True

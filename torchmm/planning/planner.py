@@ -10,9 +10,9 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import StepResult
 
-Metas = Sequence[Sequence[MicrobatchMeta]]
+StepMetas = Sequence[Sequence[MicrobatchMeta]]
 """Metadata of a step by data-parallel rank and microbatch."""
-Upcoming = Callable[[], Metas | None]
+NextStepMetas = Callable[[], StepMetas | None]
 """Function that returns the metadata of the next step. None if unknown or at the end of the data.
 """
 
@@ -33,7 +33,9 @@ class Planner:
     and no background process runs.
     """
 
-    def plan(self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming) -> StepPlan:
+    def plan(
+        self, step: int, microbatches: Sequence[Microbatch], upcoming: NextStepMetas
+    ) -> StepPlan:
         """Return the plan of the next step. Collective over all ranks.
 
         Args:
@@ -47,14 +49,14 @@ class Planner:
         """
         raise NotImplementedError
 
-    def plan_ahead(self, upcoming: Upcoming) -> None:
+    def plan_ahead(self, upcoming: NextStepMetas) -> None:
         """Plan the next step while the device computes. Not collective.
 
         Args:
             upcoming: Function that returns the metadata of the next step.
         """
 
-    def learn(
+    def observe_step(
         self,
         step: int,
         planned: StepPlan,

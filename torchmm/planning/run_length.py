@@ -21,13 +21,13 @@ EXACT_STEPS = 1000
 """Number of steps that are planned to count the steps of `training.epochs` exactly."""
 ESTIMATED_STEPS = 100
 """Number of steps that are planned to estimate the steps of an epoch for the log."""
-MANY_PASSES = 100
+MAX_PASSES = 100
 """Number of passes over the data above which a run warns."""
 LONG_RUN_HOURS = 1.0
 """Duration in hours above which a run without checkpoints warns."""
 
 
-def with_steps_of_epochs(
+def resolve_epochs(
     recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
 ) -> Recipe:
     """Return the recipe with `training.steps` instead of `training.epochs`.
@@ -92,7 +92,7 @@ def checkpoint_bytes(recipe: Recipe, model: MultimodalModel) -> float:
     return total
 
 
-def length_lines(
+def run_length_lines(
     recipe: Recipe, model: MultimodalModel, pass_steps: float | None, step_s: float | None = None
 ) -> dict[str, str]:
     """Return lines on passes, hours and disk space for the start of a run and a dry run.
@@ -162,7 +162,7 @@ def lost_steps_warning(recipe: Recipe, hours: float) -> str:
 def passes_warning(recipe: Recipe, pass_steps: float) -> str:
     """Return a warning if the run reads its data many times, else an empty string."""
     passes = recipe.training.steps / pass_steps
-    if passes <= MANY_PASSES:
+    if passes <= MAX_PASSES:
         return ""
     return (
         f"the run reads its training data {passes:,.0f} times; lower training.steps, or set "

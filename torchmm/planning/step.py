@@ -18,8 +18,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import find_entry
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.processes import without_collection
-from torchmm.common.row_slices import most_images
+from torchmm.common.processes import gc_disabled
+from torchmm.common.sequence_slices import max_images_per_rank
 from torchmm.costs.flops import module_layers, task_durations
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -27,21 +27,21 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import (
     ComputeOrder,
     Durations,
-    Gathering,
     MessageSpecs,
     PipelinePlan,
+    UnshardMode,
 )
-from torchmm.pipelining.plan.slices import TensorRanks
+from torchmm.pipelining.plan.slices import TensorParallelism
 from torchmm.pipelining.schedules.classic import forward_only, one_f_one_b
-from torchmm.pipelining.schedules.colocated import spread_replicas
+from torchmm.pipelining.schedules.colocated import assign_round_robin
 from torchmm.pipelining.schedules.disaggregated import (
-    UnitSize,
-    deal_tasks,
+    ModuleGroupSize,
+    assign_replicas,
     disaggregated_layout,
     disaggregated_order,
 )
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
-from torchmm.pipelining.schedules.names import order_named, schedule_layout
+from torchmm.pipelining.schedules.registry import find_order, schedule_layout
 from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
@@ -95,34 +95,42 @@ def plan_layout(
     sizes = None
     if units is not None:
         groups = replica_groups(units)
-        sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
+        sizes = {
+            n: ModuleGroupSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()
+        }
     try:
-        layout = cut_modules(config, layers, sizes)
+        layout = split_modules(config, layers, sizes)
     except ValueError as error:
         raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
-    return replace(layout, tensor=_tensor_ranks(config, modules, units))
+    return replace(layout, tensor_parallel=_tensor_parallelism(config, modules, units))
 
 
-def _tensor_ranks(
+def _tensor_parallelism(
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
     units: Mapping[str, MeshSizes] | None,
-) -> dict[str, TensorRanks]:
+) -> dict[str, TensorParallelism]:
     """Return the tensor parallelism of each module."""
-    sliced = config.sequence_parallel
-    tensor_ranks = {}
+    sends_token_slices = config.sequence_parallel
+    tensor_parallelism = {}
     for module in modules:
         size = config.tensor
         if units is not None:
             size = units[module.name].tensor
         elif module.kind == "encoder" and config.placement == "colocated":
             size = config.encoder_tensor(module.name)
-        tensor_ranks[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
-    return tensor_ranks if any(ranks.size > 1 for ranks in tensor_ranks.values()) else {}
+        tensor_parallelism[module.name] = TensorParallelism(
+            size, sends_token_slices, sends_token_slices and module.is_sequence_sharded
+        )
+    return (
+        tensor_parallelism if any(ranks.size > 1 for ranks in tensor_parallelism.values()) else {}
+    )
 
 
-def cut_modules(
-    config: ParallelConfig, layers: Sequence[ModuleLayers], units: Mapping[str, UnitSize] | None
+def split_modules(
+    config: ParallelConfig,
+    layers: Sequence[ModuleLayers],
+    units: Mapping[str, ModuleGroupSize] | None,
 ) -> StageLayout:
     """Return the stage layout of a schedule for modules with known costs.
 
@@ -153,7 +161,7 @@ def step_graph(
     layout: StageLayout,
     config: ParallelConfig,
     microbatches: Sequence[MicrobatchMeta],
-    sharding: Gathering = "step",
+    sharding: UnshardMode = "step",
     purpose: Purpose = "training",
 ) -> StageGraph:
     """Return the task graph of a step, with sub-microbatches of encoders and generator."""
@@ -165,9 +173,9 @@ def step_graph(
             return 1  # all data-parallel ranks exchange features and contexts in every microbatch
         if sharding == "layer" and purpose != "text":
             return 1  # all replicas run the same tasks, with or without images
-        images = meta.images_of(module)
+        images = meta.module_image_count(module)
         if config.context > 1:
-            images = most_images(meta, module, config.context)
+            images = max_images_per_rank(meta, module, config.context)
         if layout.rank_count == 1:
             return min(images, 1)  # groups of images are useful only in pipelines
         size = config.sub_microbatch_images(module) or max(images, 1)
@@ -179,7 +187,7 @@ def step_graph(
     return StageGraph(layout, len(microbatches), counts, context=config.context)
 
 
-@without_collection()
+@gc_disabled()
 def plan_step(  # noqa: PLR0913 - keyword arguments describe the run and the step
     layout: StageLayout,
     config: ParallelConfig,
@@ -188,7 +196,7 @@ def plan_step(  # noqa: PLR0913 - keyword arguments describe the run and the ste
     targets: Sequence[int] | None = None,
     *,
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
-    sharding: Gathering = "step",
+    sharding: UnshardMode = "step",
     purpose: Purpose = "training",
     reduces_early: bool = False,
     order: tuple[StageGraph, ComputeOrder] | None = None,
@@ -220,7 +228,7 @@ def plan_step(  # noqa: PLR0913 - keyword arguments describe the run and the ste
     else:
         graph = step_graph(layout, config, microbatches, sharding, purpose)
         if not training:
-            graph = spread_replicas(graph)
+            graph = assign_round_robin(graph)
             actions = forward_only(graph)
         elif layout.rank_count == 1:
             actions = one_f_one_b(graph)
@@ -252,10 +260,10 @@ def order_step(
     if (planned := find_planned_schedule(config)) is not None:
         assert costs is not None
         return planned.plan(config, graph, costs)
-    order = order_named(config.schedule)
+    order = find_order(config.schedule)
     if config.placement != "disaggregated":
         return graph, order(graph, costs)
-    graph = deal_tasks(graph, costs)
+    graph = assign_replicas(graph, costs)
     if config.has_module_segments:
         return graph, order(graph, costs)
     return graph, disaggregated_order(graph, order)

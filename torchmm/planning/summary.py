@@ -10,12 +10,12 @@ from torchmm.costs.layers import Parameters, trained_parameters
 from torchmm.models.hf.pair_classes import describe_export_class
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.converters import find_converters
-from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.executions import cuda_graphs_problem, parameter_states, recompute_mode
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.placement_sizes import format_sizes
 
-MILLIONS_FROM = 100_000
+MIN_COUNT_IN_MILLIONS = 100_000
 """Minimum number of parameters that is shown in millions."""
 
 
@@ -29,7 +29,7 @@ class StateBytes(NamedTuple):
     optimizer: int
 
 
-def run_states(run: Resolved, model: MultimodalModel) -> StateBytes:
+def estimate_state_bytes(run: ResolvedRecipe, model: MultimodalModel) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states per rank.
 
     If modules have separate ranks, the bytes are those of the module with the most.
@@ -40,12 +40,12 @@ def run_states(run: Resolved, model: MultimodalModel) -> StateBytes:
     """
     modules = [m.describe() for m in model.modality_modules()]
     if run.units:
-        return max((_states(run, [m], {}, run.units[m.name]) for m in modules), key=sum)
-    return _states(run, modules, _colocated_sizes(run, model), run.llm)
+        return max((_rank_state_bytes(run, [m], {}, run.units[m.name]) for m in modules), key=sum)
+    return _rank_state_bytes(run, modules, _colocated_sizes(run, model), run.llm)
 
 
-def _states(
-    run: Resolved,
+def _rank_state_bytes(
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     colocated: Mapping[str, MeshSizes],
     sizes: MeshSizes,
@@ -63,21 +63,21 @@ def _states(
     states = parameter_states(recipe)
     tensor = sizes.tensor
     ranks = sizes.data_parallel // recipe.parallel.context * training.microbatch_size
-    single = training.global_batch_size // ranks <= 1
+    has_single_microbatch = training.global_batch_size // ranks <= 1
     once_per_step = sizes.pipeline > 1 or bool(run.units)
-    reduces_each = recipe.parallel.gradient_reduction == "microbatch"
+    reduces_every_microbatch = recipe.parallel.gradient_reduction == "microbatch"
     weights = gradients = optimizer = 0.0
     for module in modules:
         module_sizes = colocated.get(module.name, sizes)
         parameters = module.parameters // (tensor * module_sizes.pipeline)
-        of_layers = [
+        layer_parameters = [
             trained_parameters(module, n, tensor) / module_sizes.pipeline for n in module.layers
         ]
-        adapted = zip(module.layers, of_layers, strict=True)
-        of_adapters = sum(count for layer, count in adapted if layer.adapters)
-        own_parameters = parameters - sum(module.given_parameters) // module_sizes.pipeline
-        trained = own_parameters * module.trainable + of_adapters
-        state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
+        counted_layers = zip(module.layers, layer_parameters, strict=True)
+        adapter_parameters = sum(count for layer, count in counted_layers if layer.adapters)
+        module_parameters = parameters - sum(module.autoencoder_parameters) // module_sizes.pipeline
+        trained = module_parameters * module.trainable + adapter_parameters
+        state = Parameters(parameters, trained, min(trained, sum(layer_parameters)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         compute_bytes = 2 if training.dtype == "bfloat16" else 4
         weights += (
@@ -85,19 +85,19 @@ def _states(
             + (module_sizes.shard > 1) * gathered * compute_bytes
         )
         # Between the microbatches of a step, gradients are not sharded.
-        sharded = (single or reduces_each) and not once_per_step
+        sharded = (has_single_microbatch or reduces_every_microbatch) and not once_per_step
         gradients += state.gradient_bytes // (module_sizes.shard if sharded else 1)
         optimizer += state.optimizer_bytes // module_sizes.shard
     return StateBytes(round(weights), round(gradients), round(optimizer))
 
 
-def _colocated_sizes(run: Resolved, model: MultimodalModel) -> dict[str, MeshSizes]:
+def _colocated_sizes(run: ResolvedRecipe, model: MultimodalModel) -> dict[str, MeshSizes]:
     """Return the sizes of colocated encoders by name."""
     colocated = run.recipe.parallel.placement == "colocated"
     return {name: run.encoder(name) for name in model.encoders} if colocated else {}
 
 
-def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
+def run_summary(run: ResolvedRecipe, model: MultimodalModel, device: str) -> dict[str, str]:
     """Return the label and the value of each line of the start table.
 
     Args:
@@ -111,14 +111,14 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
         state = "frozen" if trainable == 0 else "trained"
         if 0 < trainable < total:
             state = f"of which {trainable / 1e6:,.2f} M are trained"
-        count = f"{total / 1e6:,.1f} M" if total >= MILLIONS_FROM else f"{total:,}"
+        count = f"{total / 1e6:,.1f} M" if total >= MIN_COUNT_IN_MILLIONS else f"{total:,}"
         lines[name] = f"{count} parameters, {state}"
     lines |= _rank_lines(run, model)
     lines["batch"] = (
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
     )
-    lines["memory per rank"] = _memory_line(run_states(run, model))
+    lines["memory per rank"] = _memory_line(estimate_state_bytes(run, model))
     lines["exported as"] = describe_export_class(model)
     lines |= _compiled_line(run, model, device) | _graphs_line(run, model, device)
     for converter in find_converters(run.recipe):
@@ -126,7 +126,7 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
     return lines
 
 
-def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
+def _compiled_line(run: ResolvedRecipe, model: MultimodalModel, device: str) -> dict[str, str]:
     """Return the line on compiled layers, with reasons for modules without them."""
     recipe = run.recipe
     compile_config = recipe.compile
@@ -146,12 +146,12 @@ def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[s
     return {"compiled layers": ", ".join(parts)}
 
 
-def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
+def _graphs_line(run: ResolvedRecipe, model: MultimodalModel, device: str) -> dict[str, str]:
     """Return the line on CUDA graphs of encoders, with reasons for encoders without them."""
     if not run.recipe.compile.cuda_graphs:
         return {}
     encoders = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
-    reasons = {module.name: graphs_problem(run, module, device) for module in encoders}
+    reasons = {module.name: cuda_graphs_problem(run, module, device) for module in encoders}
     parts = [f"{name} no ({why})" if why else f"{name} yes" for name, why in reasons.items()]
     return {"CUDA graphs": ", ".join(parts) or "there are no encoders"}
 
@@ -164,19 +164,19 @@ def _memory_line(states: StateBytes) -> str:
     )
 
 
-def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
+def _rank_lines(run: ResolvedRecipe, model: MultimodalModel) -> dict[str, str]:
     """Return the lines on the parallelism of the ranks."""
     world_size = run.world_size
     llm = run.llm
     if units := run.units:
         parts = " + ".join(f"{sizes.ranks} for {name}" for name, sizes in units.items())
         each = ", ".join(
-            f"{sizes.data_parallel // run.shares} of {n}" for n, sizes in units.items()
+            f"{sizes.data_parallel // run.data_parallel_size} of {n}" for n, sizes in units.items()
         )
         return {
             "ranks": f"{world_size} = {parts}",
             **{f"ranks of {name}": format_sizes(sizes) for name, sizes in units.items()},
-            "replica groups": f"{run.shares} with replicas: {each}",
+            "replica groups": f"{run.data_parallel_size} with replicas: {each}",
         }
     pipeline = f"pipeline {llm.pipeline} x " if llm.pipeline > 1 else ""
     lines = {

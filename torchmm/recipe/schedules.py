@@ -1,8 +1,8 @@
 """The schedules of recipes: one table with their properties and requirements.
 
-Pure data, so that recipes are checked without torch. `torchmm.pipelining.schedules.names` has the
-functions of schedules that depend only on the graph of a step. Extensions provide the functions of
-schedules that require costs, as entries of the table "schedules" (`torchmm.planning.step`).
+Pure data, so that recipes are checked without torch. `torchmm.pipelining.schedules.registry` has
+the functions of schedules that depend only on the graph of a step. Extensions provide the functions
+of schedules that require costs, as entries of the table "schedules" (`torchmm.planning.step`).
 """
 
 from __future__ import annotations

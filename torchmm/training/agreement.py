@@ -18,8 +18,8 @@ from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import max_expert_load_ratio
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_floats
-from torchmm.parallel.health.non_finite import where_non_finite
-from torchmm.parallel.health.peers import Health, check_finite
+from torchmm.parallel.health.non_finite import find_non_finite_origin
+from torchmm.parallel.health.peers import HealthMonitor, check_finite
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.components import RunComponents
 from torchmm.training.step import StepOutcome, gather_corrupt_samples
@@ -93,7 +93,7 @@ def _sum_over_ranks(
             "no data for step %d: %s", step, components.loader.timeout_message
         )
     try:
-        totals = components.mesh.sum_over_data(local)
+        totals = components.mesh.sum_over_data_parallel(local)
     except RuntimeError as error:
         if batch is not None:
             raise
@@ -134,7 +134,7 @@ def check_losses(
     copy: HostCopy,
     model: MultimodalModel,
     mesh: ParallelMesh,
-    health: Health,
+    health: HealthMonitor,
     run_again: Callable[[], StepOutcome],
 ) -> dict[str, float | None]:
     """Wait for the device and return the metrics of `copy_losses` over all ranks.
@@ -154,12 +154,14 @@ def check_losses(
     # The only place where a step waits for its device (`torchmm.common.device_copies`).
     with health.waiting_for_device():
         *losses, grad_norm, load = copy.tolist()
-    loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # equal on TP ranks
+    loss, text, image = (
+        value / mesh.module_mesh.sizes.tensor for value in losses
+    )  # equal on TP ranks
     rows = gather_floats([loss, grad_norm, text, image])
     try:
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
     except NonFiniteError as error:  # raised by all ranks
-        location = where_non_finite(model, run_again)
+        location = find_non_finite_origin(model, run_again)
         raise NonFiniteError(f"{error}. Where: {location}") from None
     loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
     return {

@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import make_console, setup_logging, working
+from torchmm.common.log import make_console, report_progress, setup_logging
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.tokenizer import describe_untrained_tokens
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.read import dump_recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
@@ -41,7 +41,7 @@ from torchmm.training.tracking.recorder import MetricsRecorder
 
 
 def build_run(
-    run: Resolved,
+    run: ResolvedRecipe,
     run_dir: Path,
     device: torch.device,
     model: MultimodalModel,
@@ -100,7 +100,7 @@ def build_run(
     step = _log_resume(restored, run, mesh, logger)
     recorder = None
     if mesh.rank == 0:
-        with working("opening metrics and trackers"):
+        with report_progress("opening metrics and trackers"):
             recorder = MetricsRecorder(
                 recipe.metrics,
                 run_dir,
@@ -131,7 +131,7 @@ def build_run(
     )  # fmt: skip
 
 
-def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
+def build_run_mesh(run: ResolvedRecipe, device: torch.device) -> ParallelMesh:
     """Return the mesh of the run, or of the module of this rank. Collective."""
     if run.units:
         return build_units(run.units, device)
@@ -139,7 +139,7 @@ def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
 
 
 def open_checkpoints(
-    run: Resolved,
+    run: ResolvedRecipe,
     run_dir: Path,
     mesh: ParallelMesh,
     logger: logging.Logger,
@@ -155,7 +155,7 @@ def open_checkpoints(
 
 
 def _log_resume(
-    restored: RestoredRun | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
+    restored: RestoredRun | None, run: ResolvedRecipe, mesh: ParallelMesh, logger: logging.Logger
 ) -> int:
     """Return the last finished step, and seed random numbers if the layout changed."""
     if restored is None:

@@ -14,7 +14,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.planner import Planner
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.checkpoint.load import RestoredRun
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optimizers.optimizer import RunOptimizer
@@ -27,7 +27,7 @@ from torchmm.training.tracking.recorder import MetricsRecorder
 class RunComponents:
     """The components of a run on one rank."""
 
-    run: Resolved
+    run: ResolvedRecipe
     run_dir: Path
     logger: logging.Logger
     mesh: ParallelMesh

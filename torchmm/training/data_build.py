@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.extensions import load_entry
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.log import working
-from torchmm.common.row_slices import Reads
+from torchmm.common.log import report_progress
+from torchmm.common.sequence_slices import DecodeAssignment
 from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader
 from torchmm.data.samples import find_samples
@@ -27,14 +27,14 @@ from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.plan_steps import ArrangeSequences, ImageBalancer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.planning.resolved import Resolved
-from torchmm.planning.run_length import estimate_pass_steps, length_lines
+from torchmm.planning.resolved_recipe import ResolvedRecipe
+from torchmm.planning.run_length import estimate_pass_steps, run_length_lines
 from torchmm.training.model_build import ModelStages
 
 
-@working("opening the data")
+@report_progress("opening the data")
 def open_data(
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     streams: ReaderAddress | None = None,
@@ -63,19 +63,19 @@ def open_data(
 
 
 def log_data(
-    run: Resolved, model: MultimodalModel, samples: SampleSet, logger: logging.Logger
+    run: ResolvedRecipe, model: MultimodalModel, samples: SampleSet, logger: logging.Logger
 ) -> None:
     """Log the data sources, passes over the data, disk space, and problems with the run length."""
     logger.info("%s\n%s (`torchmm inspect` shows them)", *samples.digest())
     is_known = isinstance(samples, Samples) and not samples.streamed
     pass_steps = estimate_pass_steps(samples, run.recipe) if is_known else None
-    for label, text in length_lines(run.recipe, model, pass_steps).items():
+    for label, text in run_length_lines(run.recipe, model, pass_steps).items():
         is_warning = label.startswith("warning")
         logger.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", label, text)
 
 
 def build_arrangements(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     model_stages: ModelStages,
     device: torch.device,
@@ -98,7 +98,7 @@ def build_arrangements(
 
 
 def build_data(  # noqa: PLR0913 - the components of a run
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
@@ -109,7 +109,7 @@ def build_data(  # noqa: PLR0913 - the components of a run
     reorder: ArrangeSequences | None = None,
     balance: ImageBalancer | None = None,
     samples: SampleSet | None = None,
-    reads: Reads | None = None,
+    reads: DecodeAssignment | None = None,
 ) -> Loader:
     """Return the loader of training or validation samples of this rank.
 

@@ -32,7 +32,7 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.devices import BF16_TFLOPS
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.loader import StepBatch
-from torchmm.parallel.compilation import Graph
+from torchmm.parallel.compilation import CompiledGraph
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
@@ -316,7 +316,7 @@ class StepMeter:
         """
         # Ranks of one pipeline or tensor-parallel group work on the same samples. Only the first of
         # these ranks counts tokens and samples, but every rank decodes and reads its local data.
-        counted = batch.microbatches if self._mesh.is_first_of_samples else []
+        counted = batch.microbatches if self._mesh.is_first_sample_rank else []
         metas = [m.meta for m in counted]
         flops = [microbatch_flops(self._modules, m.meta, m.target_count) for m in counted]
         return {
@@ -336,7 +336,7 @@ class StepMeter:
         begin_s: float,
         wait_ms: float,
         skipped: int,
-        graphs: Sequence[Graph] = (),
+        graphs: Sequence[CompiledGraph] = (),
     ) -> dict[str, float]:
         """Return the values of this rank for a step that ends now.
 
@@ -358,7 +358,7 @@ class StepMeter:
             "encoder_ms": outcome.compute_ms - llm_ms - generator_ms,
             "llm_ms": llm_ms,
             "generator_ms": generator_ms,
-            "pipeline_ms": outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
+            "pipeline_ms": outcome.result.span_ms if mesh.plan_size > 1 else 0.0,
             "peak_memory_bytes": peak_memory_bytes(mesh.device),
             "compiled_graphs": len(graphs),
             "compile_ms": sum(graph.compile_ms for graph in graphs),

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import working
+from torchmm.common.log import report_progress
 from torchmm.common.module_names import LLM
 from torchmm.data.media.preprocessors import open_media
 from torchmm.data.tokenizer import load_tokenizer
@@ -29,17 +29,17 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.apply import model_problems, parallelize
 from torchmm.parallel.compilation import Compilation
-from torchmm.parallel.context import cut_problems
-from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.context import stage_boundary_problems
+from torchmm.parallel.exchange import data_parallel_feature_exchange
 from torchmm.parallel.mesh import ParallelMesh, encoder_meshes
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.planning.choices import choose_segments
 from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import module_executions
-from torchmm.planning.first_step import first_step
+from torchmm.planning.first_step import read_first_step
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.optimizers.optimizer import find_optimizer
@@ -54,7 +54,7 @@ class ModelStages(NamedTuple):
     layout: StageLayout
 
 
-def build_meta_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+def build_meta_model(run: ResolvedRecipe) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
     """Return the model on the meta device and its tokenizer. Requires no process group.
 
     Raises:
@@ -92,9 +92,9 @@ def build_meta_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenize
     return model, tokenizer
 
 
-@working("measuring the first samples, and splitting the model")
+@report_progress("measuring the first samples, and splitting the model")
 def choose_model_stages(
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
@@ -131,7 +131,11 @@ def choose_model_stages(
     if problems:
         raise ConfigError(problems)
     # A resumed run also reads the samples of step 1, so that it has the same stages as before.
-    microbatches_by_share = first_step(recipe, model, tokenizer, run.shares) if run.is_cut else []
+    microbatches_by_share = (
+        read_first_step(recipe, model, tokenizer, run.data_parallel_size)
+        if run.is_pipelined
+        else []
+    )
     microbatches_by_share = microbatches_by_share or [
         [MicrobatchMeta((), recipe.training.sequence_length)]
     ]
@@ -139,14 +143,14 @@ def choose_model_stages(
     microbatches = [meta for group in microbatches_by_share for meta in group]
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
-    if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
+    if problems := stage_boundary_problems(model.llm, parallel.context, stops[:-1]):
         raise ConfigError(problems)
     return ModelStages(parallel, layout)
 
 
-@working("splitting the model and loading weights")
+@report_progress("splitting the model and loading weights")
 def materialize_stages(
-    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, model_stages: ModelStages
+    run: ResolvedRecipe, model: MultimodalModel, mesh: ParallelMesh, model_stages: ModelStages
 ) -> tuple[Pipeline, Compilation]:
     """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
 
@@ -158,7 +162,7 @@ def materialize_stages(
     dtype = DTYPES[training.dtype]
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
-    stages = cut_for_rank(model, model_stages.layout, mesh.pipeline_rank)
+    stages = split_model_for_rank(model, model_stages.layout, mesh.plan_rank)
     for converter in find_converters(recipe):
         for module in model.all_stages():
             converter.convert(module)
@@ -176,7 +180,7 @@ def materialize_stages(
     sources = {name: a.source for name, a in recipe.adapters.items() if a.source is not None}
     filled = load_weights(model) | load_adapters(model, sources)
     init_weights(model, training.seed, skip=filled)
-    exchange = data_parallel_exchange(mesh) if recipe.data.balance == "images" else None
+    exchange = data_parallel_feature_exchange(mesh) if recipe.data.balance == "images" else None
     pipeline = Pipeline(
         model,
         stages,

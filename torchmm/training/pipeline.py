@@ -26,13 +26,13 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.extensions import load_entry
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import (
+from torchmm.common.sequence_slices import (
     BalancedMicrobatch,
-    Reads,
-    exchanged_row,
+    DecodeAssignment,
+    slice_balanced_microbatch,
     slice_meta,
+    slice_microbatch,
     slice_ranges,
-    slice_row,
 )
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
@@ -40,27 +40,27 @@ from torchmm.models.layers.experts import RouterBalance
 from torchmm.models.layers.sequence_exchange import SequenceRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.exchange import FeatureRanks
+from torchmm.parallel.exchange import FeatureExchange
 from torchmm.parallel.fsdp import (
     FSDPModule,
     LayerSharding,
     Sharding,
     StepSharding,
-    reshards_after_forward,
+    should_reshard_after_forward,
 )
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.precision import mixed_precision
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout, Task
-from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan, UnshardMode
+from torchmm.pipelining.plan.serialization import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
-from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
+from torchmm.pipelining.run.pixel_exchange import PixelExchange, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import (
-    FinishingStage,
+    LatentDecodeStage,
     LlmStage,
     PipelineStage,
     TextStage,
@@ -76,7 +76,7 @@ def unsplit_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dt
     config = ParallelConfig()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [MicrobatchMeta((), 1)])
-    stages = cut_for_rank(model, layout, 0)
+    stages = split_model_for_rank(model, layout, 0)
     return Pipeline(model, stages, layout, descriptions, config, mesh, dtype)
 
 
@@ -85,13 +85,14 @@ class Pipeline:
 
     Args:
         model: Model with the stages of this rank, parallelized.
-        modules: Maps a stage index to the module that runs on this rank (from `cut_for_rank`).
+        modules: Maps a stage index to the module that runs on this rank (from
+            `split_model_for_rank`).
         layout: Stages of all ranks.
         descriptions: Descriptions of the complete modules.
         config: Section [parallel] of the recipe.
         mesh: Mesh of the run.
         dtype: Compute dtype of the modules.
-        feature_ranks: Data-parallel ranks that encode images for each other. If None, each rank
+        feature_exchange: Data-parallel ranks that encode images for each other. If None, each rank
             encodes the images of its samples.
     """
 
@@ -104,7 +105,7 @@ class Pipeline:
         config: ParallelConfig,
         mesh: ParallelMesh,
         dtype: torch.dtype,
-        feature_ranks: FeatureRanks | None = None,
+        feature_exchange: FeatureExchange | None = None,
     ) -> None:
         self.layout = layout
         self.descriptions = descriptions
@@ -114,19 +115,21 @@ class Pipeline:
         self._sequence_ranks: SequenceRanks | None = model.llm.sequence_ranks
         self._slice = mesh.context_rank, mesh.context_size
         """Index of the token slice of this rank, and the number of slices per packed sequence."""
-        self._pixels = PixelRanks(layout, mesh)
+        self._pixels = PixelExchange(layout, mesh)
         self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
-        self.sharding: Gathering = "none"
+        self.sharding: UnshardMode = "none"
         """When FSDP2 all-gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
-            self.sharding = "layer" if reshards_after_forward(config) else "step"
-        self._feature_ranks = feature_ranks
-        self._widths = {m.name: 1 + len(m.taps) for m in descriptions if m.kind == "encoder"}
+            self.sharding = "layer" if should_reshard_after_forward(config) else "step"
+        self._feature_ranks = feature_exchange
+        self._widths = {
+            m.name: 1 + len(m.deepstack_layers) for m in descriptions if m.kind == "encoder"
+        }
         """Widths of the features of each encoder, relative to the LLM."""
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
         for stage in stages.values():
             if isinstance(stage, LlmStage):
-                stage.feature_ranks = feature_ranks
+                stage.feature_exchange = feature_exchange
         self._modules_with_pixels = {
             m for m, indices in reading_stages(layout).items() if {*indices} & {*modules}
         }
@@ -137,12 +140,10 @@ class Pipeline:
         self.router_balance: RouterBalance | None = getattr(model.llm, "balance", None)
         """Router that adds the load-balancing losses of experts."""
         channels = None
-        if mesh.pipeline_size > 1:
+        if mesh.plan_size > 1:
             channels = P2PChannels(mesh.device, mesh.plan_ranks, config.timeout_s)
             channels.warm_up(channel_pairs(layout))
-        runtime = partial(
-            PipelineRuntime, mesh.pipeline_rank, channels=channels, device=mesh.device
-        )
+        runtime = partial(PipelineRuntime, mesh.plan_rank, channels=channels, device=mesh.device)
         self.caches_tokens = model.llm.family.is_registered and config.context == 1
         """Whether LLM stages can cache keys and values of earlier tokens.
 
@@ -157,12 +158,12 @@ class Pipeline:
         self._runtime = runtime(stages, interleave=interleave)
         self._text_runtime = runtime(_text_generation_stages(stages))
         self._velocity_runtime = runtime(_image_generation_stages(stages, VelocityStage))
-        self._decode_runtime = runtime(_image_generation_stages(stages, FinishingStage))
+        self._decode_runtime = runtime(_image_generation_stages(stages, LatentDecodeStage))
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> DecodeAssignment:
         """Content of the microbatches that this rank decodes."""
-        return self._pixels.reads
+        return self._pixels.assignment
 
     def _sharding_of(self, module: LayeredModule) -> Sharding | None:
         if not isinstance(module, FSDPModule):
@@ -246,14 +247,18 @@ class Pipeline:
         self, plan: PipelinePlan, microbatches: Sequence[Microbatch]
     ) -> list[Microbatch]:
         """Return the slices of this rank, with the pixels that its tasks read."""
-        return self._pixels.deliver(plan.graph, [self._local_microbatch(m) for m in microbatches])
+        return self._pixels.distribute(
+            plan.graph, [self._local_microbatch(m) for m in microbatches]
+        )
 
     def _local_microbatch(self, microbatch: Microbatch) -> Microbatch:
         if isinstance(microbatch, BalancedMicrobatch):
             assert self._feature_ranks is not None
-            part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size, self._widths)
+            part: Microbatch = slice_balanced_microbatch(
+                microbatch, self._feature_ranks.size, self._widths
+            )
         else:
-            part = slice_row(microbatch, *self._slice, self._widths)
+            part = slice_microbatch(microbatch, *self._slice, self._widths)
         # Views of pinned memory are pinned. Tensors that slicing has allocated are not.
         is_copied = part is not microbatch and self.device.type == "cuda"
         return part.pin_memory() if is_copied else part
@@ -374,7 +379,7 @@ def _text_generation_stages(stages: Mapping[int, PipelineStage]) -> dict[int, Pi
 
 
 def _image_generation_stages(
-    stages: Mapping[int, PipelineStage], kind: type[VelocityStage] | type[FinishingStage]
+    stages: Mapping[int, PipelineStage], kind: type[VelocityStage] | type[LatentDecodeStage]
 ) -> dict[int, PipelineStage]:
     """Return the stages with a last generator stage of type `kind`, which has no loss."""
     return {

@@ -9,24 +9,24 @@ import torch
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import working
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.log import report_progress
+from torchmm.common.processes import set_malloc_retention
 from torchmm.common.rng import seed_everything
-from torchmm.parallel.attention_kernels import use_kernels
+from torchmm.parallel.attention_kernels import select_kernels
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.health.preflight import check_ranks
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 
 
-@working("measuring the ranks")
-def prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
+@report_progress("measuring the ranks")
+def prepare_ranks(run: ResolvedRecipe, mesh: ParallelMesh, logger: logging.Logger) -> None:
     """Measure ranks and their network, select kernels and seed random numbers. Collective."""
     training = run.recipe.training
     check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.slow_rank_threshold, logger)
     if mesh.device.type == "cpu":
-        keep_freed_memory()
-    logger.info(use_kernels(training.attention, mesh.device))
+        set_malloc_retention()
+    logger.info(select_kernels(training.attention, mesh.device))
     seed_rank(run, mesh)
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -34,19 +34,19 @@ def prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> 
         torch.backends.cudnn.benchmark = False
 
 
-def seed_rank(run: Resolved, mesh: ParallelMesh, *step: int) -> None:
+def seed_rank(run: ResolvedRecipe, mesh: ParallelMesh, *step: int) -> None:
     """Seed the random numbers of this rank, optionally for the steps after a checkpoint.
 
     Ranks of one tensor-parallel group have the same samples and pipeline position. They use
     identical random numbers, because they must have identical dropout masks.
     """
     stream = [mesh.data_parallel_rank]
-    if mesh.pipeline_size > 1:
-        stream.append(mesh.pipeline_rank // mesh.mirrors)
+    if mesh.plan_size > 1:
+        stream.append(mesh.plan_rank // mesh.mirror_count)
     seed_everything(run.recipe.training.seed, *stream, *step)
 
 
-def check_choices_agree(run: Resolved, logger: logging.Logger) -> None:
+def check_choices_agree(run: ResolvedRecipe, logger: logging.Logger) -> None:
     """Log the values that were selected for "auto". Collective.
 
     Raises:
@@ -60,6 +60,6 @@ def check_choices_agree(run: Resolved, logger: logging.Logger) -> None:
             f'data.reorder, data.balance: ranks chose different values for "auto" '
             f"({values}); set both keys"
         )
-    if run.shares > 1:
+    if run.data_parallel_size > 1:
         for key, text in run.choices.items():
             logger.info("%s = auto: %s", key, text)

@@ -22,15 +22,15 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.errors import EXIT_DONE, TorchmmError
 from torchmm.common.extensions import find_entries
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import log_to_console, make_console, working
-from torchmm.common.processes import end_workers, launched
+from torchmm.common.log import log_to_console, make_console, report_progress
+from torchmm.common.processes import kill_workers, read_launch_environment
 from torchmm.data.samples import sample_service, uses_shared_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
 from torchmm.models.multimodal import MultimodalModel, SampleSpecs
-from torchmm.parallel.compilation import keep_compiled_code
-from torchmm.parallel.gather import gather_texts, ranks_of_machine
+from torchmm.parallel.compilation import set_compile_cache
+from torchmm.parallel.gather import gather_texts, ranks_on_host
 from torchmm.parallel.health.peers import peer_errors
-from torchmm.parallel.health.preflight import check_own_device
+from torchmm.parallel.health.preflight import check_separate_devices
 from torchmm.parallel.mesh import (
     select_device,
     start_process_group,
@@ -38,9 +38,9 @@ from torchmm.parallel.mesh import (
 )
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
-from torchmm.planning.choices import choose_arrangement, choose_sizes
-from torchmm.planning.resolved import Resolved, resolve
-from torchmm.planning.run_length import with_steps_of_epochs
+from torchmm.planning.choices import choose_data_balancing, choose_sizes
+from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
+from torchmm.planning.run_length import resolve_epochs
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
 from torchmm.training.checkpoint.directory import CheckpointDirectory
@@ -66,7 +66,7 @@ def train(recipe: Recipe) -> int:
         TorchmmError: The run stopped early. STATUS.json is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
-    rank = launched().rank
+    rank = read_launch_environment().rank
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
 
@@ -75,7 +75,7 @@ def train(recipe: Recipe) -> int:
         logging.getLogger("torchmm").error("%s", error)
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         directory.release()
-        end_workers(multiprocessing.active_children())
+        kill_workers(multiprocessing.active_children())
         os._exit(error.exit_code)
 
     try:
@@ -109,14 +109,14 @@ def _prepare(
         exit_stack: Exit stack that closes the started services at the end of the run.
     """
     run_dir = directory.path.parent
-    rank, world_size = launched()
+    rank, world_size = read_launch_environment()
     make_writable_directory(run_dir)  # every rank checks, so that no rank waits for a failed rank
     # No file is written into the directory of another active run.
     if rank == 0 and directory.try_lock():
         remove_unfinished(run_dir)
         write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
     reserve_hardware_queues()
-    keep_compiled_code()
+    set_compile_cache()
     log_to_console(make_console(), rank)
     run, model, tokenizer = _resolve_before_rendezvous(recipe, world_size)
     specs = model.sample_specs(tokenizer)
@@ -130,19 +130,19 @@ def _prepare(
         check_hardware_queues(channel_streams(model_stages.layout))
     with peer_errors(rank):
         start_process_group(recipe.parallel, device)
-        check_own_device(device)
+        check_separate_devices(device)
         streams = exit_stack.enter_context(shared_reader(recipe, specs))
         return build_run(run, run_dir, device, model, tokenizer, model_stages, directory, streams)
 
 
-@working("searching parallelism degrees, and building the model without weights")
+@report_progress("searching parallelism degrees, and building the model without weights")
 def _resolve_before_rendezvous(
     recipe: Recipe, world_size: int
-) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
-    run = resolve(choose_sizes(recipe, world_size), world_size)
+) -> tuple[ResolvedRecipe, MultimodalModel, PreTrainedTokenizerBase]:
+    run = resolve_recipe(choose_sizes(recipe, world_size), world_size)
     model, tokenizer = build_meta_model(run)
-    run = run.with_recipe(with_steps_of_epochs(run.recipe, model, tokenizer))
-    return choose_arrangement(run, model), model, tokenizer
+    run = run.with_recipe(resolve_epochs(run.recipe, model, tokenizer))
+    return choose_data_balancing(run, model), model, tokenizer
 
 
 def _finish_run(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
@@ -175,7 +175,7 @@ def shared_reader(recipe: Recipe, specs: SampleSpecs) -> Iterator[ReaderAddress 
     if not uses_shared_reader(recipe.data):
         yield None
         return
-    local_ranks = ranks_of_machine()
+    local_ranks = ranks_on_host()
     started = None
     if len(local_ranks) > 1 and local_ranks[0] == dist.get_rank():
         started = SharedReader(recipe.data, recipe.training, specs, secrets.token_hex())

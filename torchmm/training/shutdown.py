@@ -38,7 +38,12 @@ from types import FrameType
 from typing import Any, Literal, get_args
 
 from torchmm.common.errors import CheckpointError, ConfigError, PeerError, Preempted, TorchmmError
-from torchmm.common.files import allocated_bytes, canonical_json, overwrite, replace_atomically
+from torchmm.common.files import (
+    allocated_bytes,
+    canonical_json,
+    overwrite_in_place,
+    replace_atomically,
+)
 from torchmm.training.checkpoint.directory import CheckpointDirectory, InUseError
 
 State = Literal["running", "done", "preempted", "failed"]
@@ -194,7 +199,7 @@ def _write_record(path: Path, record: dict[str, Any]) -> None:
         while len(data := canonical_json(record) + b"\n") > capacity and record["message"]:
             record["message"] = record["message"][: len(record["message"]) // 2]
         try:
-            overwrite(path, data)
+            overwrite_in_place(path, data)
         except OSError:
             path.unlink()  # the status is outdated and may be truncated
             raise

@@ -18,8 +18,8 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
-from torchmm.parallel.compilation import tell_graphs
-from torchmm.parallel.health.peers import Health
+from torchmm.parallel.compilation import log_compiled_graphs
+from torchmm.parallel.health.peers import HealthMonitor
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
 from torchmm.training.components import RunComponents
 from torchmm.training.hooks.hook import FinishedStep, TrainingContext, TrainState
@@ -42,7 +42,7 @@ class Trainer:
     Args:
         parts: Components of the run.
         stop: Stop signal of this process.
-        on_lost: Function that ends the process if a lost peer raises no error, see `Health`.
+        on_lost: Function that ends the process if a lost peer raises no error, see `HealthMonitor`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trainer:
             components.average,
         )
         self.meter = StepMeter(mesh, components.pipeline, recipe.metrics.peak_tflops)
-        self.health = Health(
+        self.health = HealthMonitor(
             components.run_dir / "heartbeats",
             recipe.parallel.timeout_s,
             on_lost=on_lost,
@@ -149,11 +149,11 @@ class Trainer:
         self.state.step = step
         self.state.data = batch.state
         graphs = components.compilation.new_graphs()
-        tell_graphs(graphs, step, components.logger)
+        log_compiled_graphs(graphs, step, components.logger)
         skipped = self.state.corrupt.corrupt
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
         record = self.meter.combine(local, batch, step=step, lr=lr, **losses, **planned.statistics)
-        components.planner.learn(
+        components.planner.observe_step(
             step, planned, outcome.result, batch.microbatches, record["step_ms"]
         )
         return FinishedStep(step, record, local, outcome, batch, totals.is_stopping)

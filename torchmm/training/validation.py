@@ -32,7 +32,7 @@ def held_out_losses(
         images += sum(m.generated_count for m in batch.microbatches)
     # All ranks with the same samples count targets, but only one tensor-parallel group of them has
     # the losses of a module.
-    fraction = mesh.samples_ranks / mesh.own.sizes.tensor
+    fraction = mesh.ranks_per_sample / mesh.module_mesh.sizes.tensor
     local = [*(loss.item() * fraction for loss in sums.values()), targets, images]
-    text, image, all_targets, all_images = mesh.sum_over_data(local)
+    text, image, all_targets, all_images = mesh.sum_over_data_parallel(local)
     return {"llm": text / max(1.0, all_targets), GENERATOR: image / max(1.0, all_images)}

@@ -31,7 +31,7 @@ from torchmm.common.module_names import LLM
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
@@ -224,11 +224,11 @@ def pipeline_recipes(setup: Setup, schedule: str) -> Iterator[Recipe]:
 def searched_recipe(setup: Setup, separated: Recipe) -> Recipe:
     """Return the recipe of separate segments with a searched schedule and chosen segments."""
     recipe = with_values(separated, "parallel", schedule="searched")
-    run = resolve(recipe, setup.gpus)
+    run = resolve_recipe(recipe, setup.gpus)
     sample = setup.batches[0]
     parallel = recipe.parallel.model_copy(update={"pipeline": run.llm.pipeline})
     costs = run_costs(run, sample.modules, setup.profile)
-    shares = sample.shares(recipe, run.shares)
+    shares = sample.shares(recipe, run.data_parallel_size)
     parallel = chosen_segments(recipe, parallel, sample.modules, shares, costs)
     return recipe.model_copy(update={"parallel": parallel})
 
@@ -246,7 +246,7 @@ def arm_sizes(recipe: Recipe) -> str:
 
 def arrange_ms(setup: Setup, recipe: Recipe) -> float:
     """Return the CPU time of reordering and of balancing images for a step in ms."""
-    run = resolve(recipe, setup.gpus)
+    run = resolve_recipe(recipe, setup.gpus)
     first = Forecaster(recipe, setup.gpus, setup.profile, sample=setup.batches[0])
     modules, costs = first.modules, run_costs(run, first.modules, setup.profile)
     mode, balance = recipe.data.reorder, image_balance(recipe, first.modules)
@@ -259,7 +259,7 @@ def arrange_ms(setup: Setup, recipe: Recipe) -> float:
         if reorder is not None:
             shares = reordered(reorder, sample.packs)
         else:
-            shares = sample.shares(recipe, run.shares)
+            shares = sample.shares(recipe, run.data_parallel_size)
         if balance is not None:
             balanced_shares(balance, shares)
         times.append(1e3 * (time.process_time() - begin_s))

@@ -41,7 +41,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import encoder_names
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -187,7 +187,7 @@ def played_s(costs: Costs, choice: Beside | Front) -> float:
     for index in range(len(costs.steps)):
         graph, flops = costs.graph_of(layout, index, choice.parts)
         graph, order = choice.played(graph, rates, flops)
-        records = uniform_timeline(order, graph, costs.seconds_of(layout, flops, rates))
+        records = simulate_order(order, graph, costs.seconds_of(layout, flops, rates))
         total += max(record.end_ms for record in records)
     return total
 

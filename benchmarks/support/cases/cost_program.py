@@ -24,17 +24,17 @@ from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.processes import set_malloc_retention
 from torchmm.costs.execution import Execution
 from torchmm.costs.operators import Profile
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.fsdp import reshards_after_forward
+from torchmm.parallel.fsdp import should_reshard_after_forward
 from torchmm.parallel.mesh import build_mesh
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.training_section import CompileConfig, OptimizerConfig
 from torchmm.training.optim import OptimizerUpdate, build_optimizer
@@ -72,7 +72,7 @@ class CaseProgram:
         self.microbatches = steps[mesh.data_parallel_rank]
         self.targets = sum(m.target_count for step in steps for m in step)
         layout = plan_layout(config, self.modules, [m.meta for step in steps for m in step])
-        stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
+        stages = split_model_for_rank(self.model, layout, mesh.plan_rank)
         parallelize(self.model, mesh, config, case.checkpointing, CompileConfig(), torch.float32)
         materialize(self.model, CPU)
         init_weights(self.model, case.seed)
@@ -109,13 +109,13 @@ class CaseProgram:
         metas = [m.meta for m in self.microbatches]
         targets = [m.target_count for m in self.microbatches]
         execution = Execution(
-            tensor=mesh.own.sizes.tensor,
+            tensor=mesh.module_mesh.sizes.tensor,
             sequence_parallel=config.sequence_parallel,
-            shard=mesh.own.sizes.shard,
-            replicate=mesh.own.sizes.replicate,
+            shard=mesh.module_mesh.sizes.shard,
+            replicate=mesh.module_mesh.sizes.replicate,
             recompute=self.case.recompute,
         )
-        layerwise = mesh.pipeline_size == 1 and reshards_after_forward(config)
+        layerwise = mesh.plan_size == 1 and should_reshard_after_forward(config)
         plan = self.pipeline.plan(metas)
         return Replica(plan, self.modules, metas, targets, execution, layerwise)
 
@@ -217,7 +217,7 @@ def run_case(case: CostCase, runs: int, patience_s: float, quiet: float) -> Case
     Args:
         patience_s, quiet: Arguments of `Stopwatch`.
     """
-    keep_freed_memory()
+    set_malloc_retention()
     program = CaseProgram(case)
     compared = Stopwatch(patience_s, quiet).compare([program], 1, runs)
     classes_by_step = program.classes[1:]  # the first warms up

@@ -32,10 +32,10 @@ from torchmm.balance.search.space import METHODS
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
-from torchmm.common.processes import without_collection
+from torchmm.common.processes import gc_disabled
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.plan import Gathering
+from torchmm.pipelining.plan.plan import UnshardMode
 from torchmm.planning.executions import module_executions
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -247,7 +247,7 @@ class Comparison:
             yield self._simulated(WHOLE, self.recipe)
             yield self._simulated(WHOLE, recomputing(self.recipe, "auto"))
 
-    @without_collection()
+    @gc_disabled()
     def _kernels(self) -> Iterator[Result | None]:
         """Yield encoder kernels inside of LLM layers: a bound, which no torchmm plan executes."""
         starts = [self.recipe] if self.recipe.parallel.placement == "colocated" else []
@@ -304,7 +304,7 @@ class Colocated(NamedTuple):
     graph: StageGraph
     model: CostModel
     costs: PlanCosts
-    sharding: Gathering
+    sharding: UnshardMode
 
     @classmethod
     def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:

@@ -31,9 +31,9 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers, StageSplit, build_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline
@@ -134,7 +134,7 @@ class OurProgram:
         config = choice.config()
         descriptions = [module.describe() for module in model.modality_modules()]
         layout = plan_layout(config, descriptions, [m.meta for s in steps for m in s])
-        stages = stages_of_rank(model, layout, mesh.pipeline_rank)
+        stages = stages_of_rank(model, layout, mesh.plan_rank)
         self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
         self.busy_s: dict[ActionKind, float] = {}
         """Maps (module, action type) to the busy seconds of the last step on this rank."""
@@ -236,7 +236,7 @@ class Costs:
         for index in range(len(self.steps)):
             graph, flops = self.graph_of(layout, index, parts)
             seconds = self.seconds_of(layout, flops, speed)
-            records = uniform_timeline(order(graph, flops), graph, seconds)
+            records = simulate_order(order(graph, flops), graph, seconds)
             total += max(record.end_ms for record in records)
         return total
 
@@ -269,12 +269,12 @@ class Costs:
 def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
     """Return the stages of `StockProgram` for simulation."""
     depth = len(modules[0].costs)
-    cuts: dict[str, list[Cut]] = {module.name: [] for module in modules}
+    cuts: dict[str, list[StageSplit]] = {module.name: [] for module in modules}
     for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
         inside = min(stop, depth) - min(start, depth), max(stop, depth) - max(start, depth)
         for module, layers in zip(modules, inside, strict=True):
             if layers:
-                cuts[module.name].append(Cut(layers, (i % RANKS,), i // RANKS, i))
+                cuts[module.name].append(StageSplit(layers, (i % RANKS,), i // RANKS, i))
     return build_layout(modules, cuts)
 
 

@@ -31,9 +31,9 @@ from support.sleepers import (
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
-from torchmm.pipelining.schedules.layouts import Cut, balanced_cuts, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, balanced_split, build_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 
 TOWER_SHARE = 0.57
 """Mean encoder fraction of the compute time, as for the FLOPs of SmolVLM-500M."""
@@ -84,12 +84,12 @@ def load_work(setting: Setting) -> SleepWork:
 
 def chain_layout(work: SleepWork, split: Split) -> StageLayout:
     """Return the stages of `StockSleep` for simulation."""
-    cuts: dict[str, list[Cut]] = {"vision": [], "llm": []}
+    cuts: dict[str, list[StageSplit]] = {"vision": [], "llm": []}
     for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
         tower = min(stop, TOWER_LAYERS) - min(start, TOWER_LAYERS)
         for name, layers in (("vision", tower), ("llm", stop - start - tower)):
             if layers:
-                cuts[name].append(Cut(layers, (i % RANKS,), i // RANKS, i))
+                cuts[name].append(StageSplit(layers, (i % RANKS,), i // RANKS, i))
     return build_layout(chain_modules(work), cuts)
 
 
@@ -101,7 +101,7 @@ def makespan_s(
     for index in range(len(work.images)):
         graph = graph_of(index)
         seconds = durations(graph, work, index)
-        records = uniform_timeline(order(graph, seconds), graph, seconds, TRANSFER_S)
+        records = simulate_order(order(graph, seconds), graph, seconds, TRANSFER_S)
         total += max(record.end_ms for record in records)
     return total
 
@@ -128,13 +128,13 @@ def splits(work: SleepWork, stages: int, front: bool) -> Iterator[Split]:
         for extra in range(LLM_LAYERS // 4):
             rest = LLM_LAYERS - extra
             if rest >= stages - 1:
-                yield TOWER_LAYERS + extra, *balanced_cuts([1.0] * rest, stages - 1)
+                yield TOWER_LAYERS + extra, *balanced_split([1.0] * rest, stages - 1)
         return
     tower, llm = chain_modules(work)
     cuts = set()
     for percent in range(50, 155, 10):
         costs = [cost * percent / 100 for cost in tower.costs]
-        cuts.add(tuple(balanced_cuts([*costs, *llm.costs], stages)))
+        cuts.add(tuple(balanced_split([*costs, *llm.costs], stages)))
     yield from sorted(cuts)
 
 

@@ -31,10 +31,10 @@ from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRe
 from torchmm.balance.pipeweaver.background.work import plan_before_step
 from torchmm.balance.run_costs import layer_tuning, run_costs
 from torchmm.balance.step_plans import plan_costed_step
-from torchmm.common.batch import Arrangement, MicrobatchMeta
+from torchmm.common.batch import MicrobatchMeta, SequenceAssignment
 from torchmm.common.dtypes import DTYPES
 from torchmm.data.items import Item, microbatch_meta
-from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.plan.serialization import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.planning.step import step_graph
 from torchmm.recipe.read import load_recipe
@@ -103,7 +103,7 @@ def rows(repetitions: int) -> list[Row]:
     request = PlanRequest(1, metas)
     planned = plan_before_step(setup, request)
     graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-    plan = decode_plan(planned.numbers, graph, lambda graph: {})
+    plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     counts = [len(row) for row in plan.actions]
     case = (
         f"MLLM-15B, {forecaster.run.world_size} GPUs, {len(counts)} ranks in a plan of "
@@ -115,7 +115,7 @@ def rows(repetitions: int) -> list[Row]:
     reorder = arrangement(forecaster.run, forecaster.modules, model, setup.layout)
     length = recipe.training.sequence_length
 
-    def arrange() -> Arrangement:
+    def arrange() -> SequenceAssignment:
         return reorder([microbatch_meta([pack], length) for pack in packs])
 
     def plan_all() -> object:
@@ -128,7 +128,7 @@ def rows(repetitions: int) -> list[Row]:
     def read() -> object:
         plan_input_digest("", metas)
         graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        plan = decode_plan(planned.numbers, graph, lambda graph: {})
+        plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
         tasks = local_tasks(plan, busiest)
         return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
 

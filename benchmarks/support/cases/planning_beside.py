@@ -37,7 +37,7 @@ from torchmm.balance.pipeweaver.background.requests import PlanningSetup
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.processes import set_malloc_retention
 from torchmm.common.step_process import Priority, StepProcess
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
@@ -222,7 +222,7 @@ class Planned(Replayed):
         used = StepPlan(self.shared[0] if self.shared else plan, self.statistics)
         outcome = self.train_step(used.plan, index)
         step_ms = (time.perf_counter() - begin_s) * 1e3
-        self.planner.learn(self.number, used, outcome.result, batch, step_ms)
+        self.planner.observe_step(self.number, used, outcome.result, batch, step_ms)
         return outcome.compute_ms / 1e3
 
     def settle(self) -> None:
@@ -250,7 +250,7 @@ def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> 
     if cores is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores.ranks)
-    keep_freed_memory()  # as training does
+    set_malloc_retention()  # as training does
     source, (batch,) = load_steps(1, setting.microbatches)
     model, mesh = setting.size.build(), build_mesh(ParallelConfig(pipeline=RANKS), CPU)
     choice = SearchedChoice(*astuple(setting.choice), evaluations)

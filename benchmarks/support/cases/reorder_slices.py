@@ -21,7 +21,7 @@ from torchmm.balance.disttrain.reordering.groups import balance_groups
 from torchmm.balance.disttrain.reordering.slices import slice_items
 from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.balance.run_costs import run_costs
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.read import load_recipe
 
@@ -77,18 +77,18 @@ def _step_ms(case: Case, seed: int) -> tuple[float, float, float, float]:
     recipe = load_recipe(RECIPES / f"{case.recipe}.toml", changes, case.gpus).recipe
     sample = StepSample(recipe)
     packs, modules = sample.packs, sample.modules
-    run = resolve(recipe, case.gpus)
+    run = resolve_recipe(recipe, case.gpus)
     model = run_costs(run, modules, load_profile(recipe.simulation.device))
     layout = plan_layout(recipe.parallel, modules, packs)
     reorder = arrangement(run, modules, model, layout)
     times = reorder.stage_times(packs)
     size = recipe.training.microbatch_size
-    natural = np.arange(len(packs)).reshape(run.shares, -1, size)
-    sums = balance_groups(times.totals_N, run.shares).reshape(natural.shape)
+    natural = np.arange(len(packs)).reshape(run.data_parallel_size, -1, size)
+    sums = balance_groups(times.totals_N, run.data_parallel_size).reshape(natural.shape)
     arranged = np.array(reorder(packs).places)
     steps_ns = [_slowest_ns(times, places_GMB) for places_GMB in (natural, sums, arranged)]
     natural_ms, sums_ms, arranged_ms = (ns / 1e6 for ns in steps_ns)
-    return natural_ms, sums_ms, arranged_ms, times.totals_N.sum() / run.shares / 1e6
+    return natural_ms, sums_ms, arranged_ms, times.totals_N.sum() / run.data_parallel_size / 1e6
 
 
 def _slowest_ns(times: tuple[Float64s, Float64s], places_GMB: np.ndarray) -> float:

@@ -78,7 +78,7 @@ class Instance:
         in_flight = (self.llm_segments - 1) * RANKS + 2 * (RANKS - 1) + 1
         return graph, PlanCosts(
             compute,
-            kept_bytes=kept,
+            saved_bytes=kept,
             static_bytes=(0,) * RANKS,
             memory_limit_bytes=round(1000 * self.cap * in_flight),
         )

@@ -60,7 +60,7 @@ def activation_bytes(
                 most_tasks = max(
                     (sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0
                 )
-                kept = kept_bytes(shape, speed) / image_parts(speed)
+                kept = saved_bytes(shape, speed) / image_parts(speed)
                 ranks[device] += most_tasks * kept * encoder_plan.layers[stage]
     return ranks
 
@@ -74,9 +74,9 @@ def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -
     share = model.llm.layers / model.pipeline
     megatron = _state_bytes(model, model.llm, share)
     megatron += sum(_state_bytes(model, shape, shape.layers) for shape in model.encoders)
-    megatron += kept_bytes(model.llm, WHOLE) * share * _in_flight(model, 1, 0)
+    megatron += saved_bytes(model.llm, WHOLE) * share * _in_flight(model, 1, 0)
     for shape in model.encoders if encoders_keep else ():
-        megatron += kept_bytes(shape, speed) * shape.layers * _in_flight(model, 1, 0)
+        megatron += saved_bytes(shape, speed) * shape.layers * _in_flight(model, 1, 0)
     if len(model.encoders) > 1:
         return megatron
     (encoder,) = model.encoders
@@ -84,15 +84,15 @@ def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -
     for index, (first, layers) in enumerate(chain_layers(model, speed)):
         rank = index % model.pipeline
         vision = max(0, min(first + layers, encoder.layers) - first)
-        kept = kept_bytes(model.llm, WHOLE) * (layers - vision)
-        kept += kept_bytes(encoder, speed) * vision * encoders_keep
+        kept = saved_bytes(model.llm, WHOLE) * (layers - vision)
+        kept += saved_bytes(encoder, speed) * vision * encoders_keep
         ranks[rank] += kept * _in_flight(model, model.balanced, rank)
         ranks[rank] += _state_bytes(model, encoder, vision)
         ranks[rank] += _state_bytes(model, model.llm, layers - vision)
     return min(megatron, max(ranks))
 
 
-def kept_bytes(shape: Shape, speed: Speed) -> float:
+def saved_bytes(shape: Shape, speed: Speed) -> float:
     """Return activations of one layer and microbatch on a device, in bytes."""
     return KEPT_PER_LAYER * LLM_TOKENS * speed.patches * shape.width / TENSOR
 
@@ -115,7 +115,7 @@ def _in_flight(model: Model, virtual: int, rank: int) -> float:
 def _llm_bytes(model: Model) -> Iterator[float]:
     """Yield the LLM bytes on a device of each pipeline rank."""
     layers = model.llm.layers / model.pipeline
-    kept = kept_bytes(model.llm, WHOLE) * layers
+    kept = saved_bytes(model.llm, WHOLE) * layers
     for rank in range(model.pipeline):
         flight = _in_flight(model, model.virtual, rank)
         yield _state_bytes(model, model.llm, layers) + kept * flight

@@ -38,7 +38,7 @@ from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.layouts import ModuleLayers, balanced_cuts
+from torchmm.pipelining.schedules.layouts import ModuleLayers, balanced_split
 
 PEAK_FLOPS = 989e12
 TENSOR, HEAD_DIM = 8, 128
@@ -238,7 +238,7 @@ def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
 def chain_layers(model: Model, speed: Speed) -> list[tuple[int, int]]:
     """Return first layer and number of layers of every virtual stage (appendix B)."""
     costs = [3 * compute + 2 * wire for compute, wire in _chain_times(model, speed)]
-    sizes = balanced_cuts(costs, model.pipeline * model.balanced)
+    sizes = balanced_split(costs, model.pipeline * model.balanced)
     return list(zip((np.cumsum(sizes) - sizes).tolist(), sizes, strict=True))
 
 

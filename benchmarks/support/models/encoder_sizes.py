@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import FLOAT32, States
 from torchmm.costs.layers import Parameters, stage_parameters
-from torchmm.pipelining.schedules.layouts import balanced_cuts
+from torchmm.pipelining.schedules.layouts import balanced_split
 
 
 class ParallelSizes(NamedTuple):
@@ -129,7 +129,7 @@ def encoder_plans(
         if pipeline > len(encoder.layers) or any(count % tensor for count in heads):
             continue
         data = llm.ranks // (pipeline * tensor)
-        layers = balanced_cuts([1.0] * len(encoder.layers), pipeline)
+        layers = balanced_split([1.0] * len(encoder.layers), pipeline)
         stops = np.cumsum(layers).tolist()
         counts = [
             stage_parameters(encoder, stop - size, stop, tensor, states=states)

@@ -41,9 +41,9 @@ from torchmm.costs.layers import layer_linears
 from torchmm.costs.sizes import Array
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
+from torchmm.pipelining.plan.plan import ComputeOrder, UnshardMode
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import order_named
+from torchmm.pipelining.schedules.registry import find_order
 
 HALVES = (("query", "key", "value"), ("attention_output",)), (("gate", "up"), ("down",))
 """Products of a layer between which nothing is sent."""
@@ -76,7 +76,7 @@ def optimus_kernels(
     modules: Sequence[ModuleDescription],
     *,
     llm_schedule: str = "interleaved_1f1b",
-    sharding: Gathering = "none",
+    sharding: UnshardMode = "none",
     evaluations: int = 256,
 ) -> KernelStep:
     """Return the shortest step found.
@@ -116,7 +116,7 @@ def _schedule(
 ) -> Callable[[StageGraph], ComputeOrder]:
     """Return the schedule of a backbone with a given sequence of microbatches."""
     if name != SEARCHED:
-        return order_named(name)
+        return find_order(name)
 
     def searched(backbone: StageGraph) -> ComputeOrder:
         stages = max(action.stage for action in costs.compute_ms) + 1

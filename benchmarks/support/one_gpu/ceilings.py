@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.one_gpu.rows import Recorder, Row
 from support.one_gpu.steps import Mark, synchronize
 from torchmm.common.files import replace_atomically
-from torchmm.common.processes import missing_compiler
+from torchmm.common.processes import find_missing_compiler
 from torchmm.models.layers.attention import KERNELS_FILE, Segments, attention
 
 HOST_CALLS = 200
@@ -197,7 +197,7 @@ def measure_attention(
         for kernel, backend in kernels.items():
             with recorder.attempt("attention", name, kernel, 6):
                 _measure_sdpa(recorder, name, kernel, backend, heads, device, dtype)
-    if device.type == "cuda" and not missing_compiler(device.type):
+    if device.type == "cuda" and not find_missing_compiler(device.type):
         _measure_flex(recorder, device, dtype, small)
 
 

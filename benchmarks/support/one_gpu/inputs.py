@@ -12,7 +12,7 @@ from math import isqrt
 import torch
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
-from torchmm.common.tiles import Kept
+from torchmm.common.tiles import TileRegion
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.multimodal import MultimodalModel
 
@@ -21,7 +21,7 @@ def encoder_inputs(
     module: EncoderModule, pack: MicrobatchMeta, device: torch.device
 ) -> EncoderInputs:
     """Return random images: (N, C, height, width), or (P, D) for variable sizes."""
-    images = pack.images_read_by(module.name)
+    images = pack.images_of_encoder(module.name)
     example = module.dummy_inputs(torch.device("meta"))
     spec = module.image_spec()
     if spec.inputs == "fixed":
@@ -32,7 +32,7 @@ def encoder_inputs(
         step = 0 if spec.modality == "audio" else module.merge
         grids = [_grid(image, step) for image in images]
     nowhere = torch.empty(0, dtype=torch.int64, device=device)
-    kept = [Kept(0, 0, 0, 0, image.tokens) for image in images] if spec.ends_lines else None
+    kept = [TileRegion(0, 0, 0, 0, image.tokens) for image in images] if spec.ends_lines else None
     return EncoderInputs(torch.randn(shape, device=device), grids, nowhere, kept)
 
 
@@ -65,7 +65,7 @@ def text_microbatch(
     for sample, start in zip(pack.samples, starts, strict=False):
         at = start
         for name in model.encoders:
-            for image in sample.images_read_by(name):
+            for image in sample.images_of_encoder(name):
                 end = min(at + image.tokens, start + sample.tokens)
                 places.setdefault(name, []).extend(range(at, end))
                 at = end

@@ -40,7 +40,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.resolved import Resolved, resolve
+from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build, model_build
 from torchmm.training.shutdown import StopSignal
@@ -137,7 +137,7 @@ class StepSizes:
         layerwise: whether FSDP2 gathers parameters per layer.
     """
 
-    run: Resolved
+    run: ResolvedRecipe
     modules: Sequence[ModuleDescription]
     plan: PipelinePlan
     metas: list[MicrobatchMeta]
@@ -194,7 +194,7 @@ class OurSide:
         self.wait_s = 0.0
         self.updates: list[tuple[Mark, Mark]] = []
         self.outcome: Any = None
-        run = resolve(recipe, 1)
+        run = resolve_recipe(recipe, 1)
         nothing: Callable[[], None] = lambda: None  # noqa: E731
         loader = SimpleNamespace(
             next_metas=nothing,

@@ -31,12 +31,12 @@ from torchmm.models.multimodal import materialize
 from torchmm.parallel.p2p import PendingTransfer, ShapeAndDtype
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.resolved import Resolved, resolve
+from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
 from torchmm.planning.step import plan_layout, plan_step
 
 CALIBRATION_S, ROUNDS = 12.0, 2
@@ -161,7 +161,7 @@ def _profile(bench: Bench) -> Profile:
 
 def plan_pipeline(
     bench: Bench, parallel: dict[str, Any], case: Case
-) -> tuple[Resolved, PipelinePlan, list[MicrobatchMeta]]:
+) -> tuple[ResolvedRecipe, PipelinePlan, list[MicrobatchMeta]]:
     """Return the run, the plan and the sizes of a step over several pipeline ranks.
 
     Args:
@@ -178,7 +178,7 @@ def plan_pipeline(
         "parallel": parallel,
     }
     recipe = case.recipe(Path(tempfile.gettempdir()), bench.device, changes)
-    run = resolve(recipe, int(recipe.parallel.pipeline))
+    run = resolve_recipe(recipe, int(recipe.parallel.pipeline))
     model = recipe_model(recipe)
     layered = {module.name: module for module in model.modality_modules()}
     modules = [module.describe() for module in layered.values()]
@@ -190,13 +190,17 @@ def plan_pipeline(
 
 
 def _run_rank(
-    bench: Bench, run: Resolved, plan: PipelinePlan, metas: Sequence[MicrobatchMeta], rank: int
+    bench: Bench,
+    run: ResolvedRecipe,
+    plan: PipelinePlan,
+    metas: Sequence[MicrobatchMeta],
+    rank: int,
 ) -> tuple[dict[Action, float], int, int]:
     """Return the median time of each action of a rank, and bytes between and during steps."""
     device, recipe = bench.device, run.recipe
     model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
     microbatches = [make_microbatch(model, meta).to(device) for meta in metas]
-    stages = cut_for_rank(model, plan.graph.layout, rank)
+    stages = split_model_for_rank(model, plan.graph.layout, rank)
     materialize(model, device)
     draw_weights(model, 0)
     runtime = PipelineRuntime(

@@ -75,7 +75,7 @@ class WholeMessages(Forecaster):
 
     @override  # detects a renamed method of the base class
     def layout(self, parallel: ParallelConfig) -> StageLayout:
-        return replace(super().layout(parallel), tensor={})
+        return replace(super().layout(parallel), tensor_parallel={})
 
 
 class PaperStep(NamedTuple):
@@ -193,7 +193,7 @@ def bubbles() -> Section:
         (f"as table 12, {of_table_12}", {}),
     ):
         step, recomputed = simulated(LARGE, 3072, efficiency(), parallel)
-        share = step.timeline.bubble_share
+        share = step.timeline.bubble_fractions
         seconds = step.makespan_ms / 1e3
         note = f"{how}; step {seconds:.2f} s, {recomputed}"
         times = {name: share[BUBBLES[name]] * seconds for name in paper.OPTIMUS_BUBBLES}

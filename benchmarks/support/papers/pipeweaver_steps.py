@@ -140,7 +140,7 @@ class Setting:
         for cut, module in zip(typical, self.modules, strict=True):
             count = len(module.layers)
             parameters = [stage_parameters(module, i, i + 1).all for i in range(count)]
-            layers.append(replace(cut, costs=tuple(parameters), pre_cost=0.0, post_cost=0.0))
+            layers.append(replace(cut, costs=tuple(parameters), embedding_cost=0.0, head_cost=0.0))
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def separated(self) -> StageGraph:
@@ -155,7 +155,7 @@ class Setting:
 
     def _chain(self, layout: StageLayout) -> StageGraph:
         counts = {
-            name: tuple(int(meta.images_of(name) > 0) for meta in self.metas)
+            name: tuple(int(meta.module_image_count(name) > 0) for meta in self.metas)
             for name in layout.sub_microbatched
         }
         return StageGraph(layout, len(self.metas), counts)
@@ -200,7 +200,7 @@ class Timed(NamedTuple):
 def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
     """Return step time, peak memory over ranks and the bubble fraction."""
     step = simulate(plan, costs)
-    shares = step.timeline.bubble_share
+    shares = step.timeline.bubble_fractions
     bubbles = sum(shares.values()) - shares["tp"]
     first = step.memory[0]
     quarter_ms = step.makespan_ms / 4

@@ -21,7 +21,7 @@ from torchmm.costs.sizes import text_tokens
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 
 CASE = Case("deepstack", encoder="qwen3_vl", tied=False)
 
@@ -146,15 +146,15 @@ def test_llm_saves_features_of_other_ranks():
     materialize(model, torch.device("cpu"))
     init_weights(model, 0)
     modules = [module.describe() for module in model.modality_modules()]
-    cuts = {module.name: [Cut(LAYERS, (0,))] for module in modules}
+    cuts = {module.name: [StageSplit(LAYERS, (0,))] for module in modules}
     layout = build_layout(CASE.modules(), cuts)
     graph = StageGraph(layout, len(batch), parts)
     metas = [microbatch.meta.with_images([]) for microbatch in batch]
     costs = CostModel(load_profile("h100"), "float32")
     targets = [text_tokens(meta) for meta in metas]
     with_features, without = (
-        plan_costs(graph, modules, m, costs, targets=targets, layerwise=True).kept_bytes
-        for m in (metas, [replace(meta, arriving=()) for meta in metas])
+        plan_costs(graph, modules, m, costs, targets=targets, layerwise=True).saved_bytes
+        for m in (metas, [replace(meta, received_tokens=()) for meta in metas])
     )
     [llm] = [stage.index for stage in layout.stages if stage.module == "llm"]
     saved: dict[int, int] = {}
@@ -165,8 +165,8 @@ def test_llm_saves_features_of_other_ranks():
         return tensor
 
     for index, microbatch in enumerate(batch):
-        tokens = sum(image.tokens for image in microbatch.meta.images_read_by("vision"))
-        width = model.llm.text_config.hidden_size * (1 + len(modules[0].taps))
+        tokens = sum(image.tokens for image in microbatch.meta.images_of_encoder("vision"))
+        width = model.llm.text_config.hidden_size * (1 + len(modules[0].deepstack_layers))
         features = torch.rand(tokens, width, requires_grad=True) * 1.0
         encoder_outputs = {"vision": features} if "vision" in microbatch.encoders else {}
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -174,7 +174,7 @@ def test_llm_saves_features_of_other_ranks():
         counted = saved.get(features.untyped_storage().data_ptr(), 0)
         task = Task(llm, index, 0)
         assert with_features[task] - without[task] == counted == 4 * tokens * width
-    assert any(meta.arriving for meta in metas)
+    assert any(meta.received_tokens for meta in metas)
 
 
 def test_text_tokens_exclude_assigned_images():

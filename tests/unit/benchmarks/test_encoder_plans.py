@@ -30,7 +30,7 @@ def transformer(name: str, kind: str, width: int, depth: int, **fields) -> Modul
     layer = LayerDescription(
         width, heads, heads, 128, 4 * width, False, causal, parameters=12 * width**2
     )
-    ends = {"pre_parameters": 100 * width, "post_parameters": 2 * width**2}
+    ends = {"embedding_parameters": 100 * width, "head_parameters": 2 * width**2}
     parameters = depth * layer.parameters + sum(ends.values())
     return ModuleDescription(name, kind, (layer,) * depth, 1, 1, parameters, **ends, **fields)  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def test_optimizer_state_is_included_except_if_frozen():
     needs = [encoder_plans(m, llm)[0].stage_bytes[0] for m in (trained, connector, frozen)]
     assert needs[0] > needs[1] > needs[2]
     # Gradients and moments of the connector only.
-    moments = trained.post_parameters * (4 + 8 / 4)
+    moments = trained.head_parameters * (4 + 8 / 4)
     assert needs[1] - needs[2] == moments
 
 

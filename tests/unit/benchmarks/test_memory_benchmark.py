@@ -18,7 +18,7 @@ def benchmark(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunked_loss_memory_matches_prediction(benchmark, dtype):
-    rows = benchmark.loss_rows(benchmark.Size(2048, 6000, 32, dtype), pairs=1)
+    rows = benchmark.loss_chunk_targets(benchmark.Size(2048, 6000, 32, dtype), pairs=1)
     found = {row.metric: row for row in rows}
     assert found["peak"].ours < found["peak"].baseline
     assert found["peak / prediction"].ours == pytest.approx(1, rel=0.05)

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from torchmm.common.batch import EncoderInputs, even_ranges
+from torchmm.common.batch import EncoderInputs, split_evenly
 
 GRIDS = [(1, 2, 4), (1, 2, 2), (1, 4, 6), (2, 2, 2), (1, 6, 2)]
 
@@ -46,7 +46,7 @@ def test_selected_images_keep_pixels_grids_and_positions(kind, tokens, images):
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_even_ranges_are_even_and_complete(parts):
     inputs = inputs_of(*CASES[1])
-    split = [inputs.select(images) for images in even_ranges(5, parts)]
+    split = [inputs.select(images) for images in split_evenly(5, parts)]
     counts = [len(part.grids_thw) for part in split]
     assert len(split) == parts
     assert max(counts) - min(counts) <= 1
@@ -58,7 +58,7 @@ def test_even_ranges_are_even_and_complete(parts):
 @pytest.mark.parametrize("parts", [0, 6])
 def test_ranges_without_images_are_rejected(parts):
     with pytest.raises(ValueError, match=f"5 images cannot be split into {parts} parts"):
-        even_ranges(5, parts)
+        split_evenly(5, parts)
 
 
 @pytest.mark.parametrize("images", [range(3, 6), range(2, 2), range(0, 4, 2)])

@@ -2,14 +2,14 @@
 
 import pytest
 
-from torchmm.common.files import UnsafeNameError, require_relative_name
+from torchmm.common.files import UnsafeNameError, check_relative_name
 
 
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "unet/model-00001-of-2.safetensors", "..a", "a..b", "猫 1.png"]
 )
 def test_relative_name_inside_directory_is_returned(name):
-    assert require_relative_name(name, "index.json") == name
+    assert check_relative_name(name, "index.json") == name
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_relative_name_inside_directory_is_returned(name):
 )
 def test_relative_name_outside_directory_is_rejected(name):
     with pytest.raises(UnsafeNameError, match=r"index\.json names the file"):
-        require_relative_name(name, "index.json")
+        check_relative_name(name, "index.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.common.processes import describe_state, without_collection
+from torchmm.common.processes import describe_state, gc_disabled
 from torchmm.common.step_process import start_process
 
 HERE = Path(__file__).parent
@@ -60,18 +60,18 @@ def test_state_names_stopped_process():
 def test_garbage_collection_pauses_and_resumes():
     """Check nested blocks, blocks with an error, and blocks without prior garbage collection."""
     assert gc.isenabled()
-    with without_collection():
+    with gc_disabled():
         assert not gc.isenabled()
-        with without_collection():
+        with gc_disabled():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="wrong"), without_collection():
+    with pytest.raises(ValueError, match="wrong"), gc_disabled():
         raise ValueError("wrong")
     assert gc.isenabled()
     gc.disable()
     try:
-        with without_collection():
+        with gc_disabled():
             pass
         assert not gc.isenabled()
     finally:

@@ -12,7 +12,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torchmm.common import log
-from torchmm.common.log import Work, loading, log_to_console, worked, working
+from torchmm.common.log import (
+    ProgressReport,
+    iterate_with_progress,
+    log_to_console,
+    report_imports,
+    report_progress,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +45,10 @@ def wait_for_text(text: io.StringIO, expected: str) -> None:
 def test_file_gets_plain_lines_with_counts():
     text = io.StringIO()
     log_to_console(Console(file=text), rank=0)
-    with working("reading weights", total=1200, unit="tensors") as work:
+    with report_progress("reading weights", total=1200, unit="tensors") as work:
         work.advance(700)
         wait_for_text(text, "reading weights: 700 of 1,200 tensors")
-        work.at(1200)
+        work.set_completed(1200)
     lines = text.getvalue().splitlines()
     assert lines[-1].startswith("[rank 0] INFO reading weights: 1,200 of 1,200 tensors")
     assert lines[-1].endswith("done") and "\x1b" not in text.getvalue()
@@ -53,9 +59,9 @@ def test_program_progress_has_growing_intervals(monkeypatch):
     monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     text = io.StringIO()
     log_to_console(Console(file=text), only_progress=True)
-    work = Work("planning")
+    work = ProgressReport("planning")
     for now_s[0] in (3.0, 4.0, 5.0, 8.0, 9.0, 12.0):
-        work.tell_now()
+        work.report_now()
     seconds = [line.split()[-2] for line in text.getvalue().splitlines()]
     assert seconds == ["3", "5", "8", "12"]
 
@@ -65,9 +71,9 @@ def test_run_progress_has_growing_intervals_after_ten_seconds(monkeypatch):
     monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     text = io.StringIO()
     log_to_console(Console(file=text), rank=0)
-    work = Work("loading torch")
+    work = ProgressReport("loading torch")
     for now_s[0] in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 30.0, 33.0, 36.0, 41.0):
-        work.tell_now()
+        work.report_now()
     seconds = [line.split()[-2] for line in text.getvalue().splitlines()]
     assert seconds == ["3", "6", "9", "12", "15", "18", "30", "41"]
 
@@ -75,7 +81,7 @@ def test_run_progress_has_growing_intervals_after_ten_seconds(monkeypatch):
 def test_progress_can_be_measured_on_request():
     text = io.StringIO()
     log_to_console(Console(file=text))
-    with working("fetching", unit="MB", measured=lambda: 1700):
+    with report_progress("fetching", unit="MB", count_completed=lambda: 1700):
         wait_for_text(text, "fetching: 1,700 MB, 0 s")
 
 
@@ -83,14 +89,14 @@ def test_short_operations_are_not_logged(monkeypatch):
     monkeypatch.setattr(log, "QUIET_S", 60.0)
     text = io.StringIO()
     log_to_console(Console(file=text))
-    assert list(worked("counting", range(3), 3, "numbers")) == [0, 1, 2]
+    assert list(iterate_with_progress("counting", range(3), 3, "numbers")) == [0, 1, 2]
     assert text.getvalue() == ""
 
 
 def test_failed_operation_is_logged_as_stopped():
     text = io.StringIO()
     log_to_console(Console(file=text))
-    with pytest.raises(OSError, match="gone"), working("fetching"):
+    with pytest.raises(OSError, match="gone"), report_progress("fetching"):
         wait_for_text(text, "fetching: ")
         raise OSError("gone")
     assert text.getvalue().splitlines()[-1].endswith("stopped")
@@ -98,9 +104,9 @@ def test_failed_operation_is_logged_as_stopped():
 
 def test_progress_threads_exit_with_the_operation():
     before = threading.active_count()
-    for _ in worked("counting", range(3)):
+    for _ in iterate_with_progress("counting", range(3)):
         break
-    with working("waiting"):
+    with report_progress("waiting"):
         pass
     assert threading.active_count() == before
 
@@ -108,7 +114,7 @@ def test_progress_threads_exit_with_the_operation():
 def test_ranks_other_than_0_log_no_progress():
     text = io.StringIO()
     log_to_console(Console(file=text), rank=1)
-    with working("reading"):
+    with report_progress("reading"):
         time.sleep(0.2)
     assert text.getvalue() == ""
 
@@ -118,7 +124,7 @@ def test_programs_show_only_progress_and_errors():
     log_to_console(Console(file=text), only_progress=True)
     logging.getLogger("torchmm.data").info("unrequested")
     logging.getLogger("torchmm").error("wrong")
-    with working("reading"):
+    with report_progress("reading"):
         wait_for_text(text, "reading: ")
     assert "unrequested" not in text.getvalue() and "wrong" in text.getvalue()
 
@@ -129,7 +135,7 @@ def test_terminal_shows_one_panel_below_the_steps():
     log_to_console(console)
     with Progress(console=console, auto_refresh=False) as steps:
         steps.add_task("steps", total=3)
-        with working("planning"), working("reading"):
+        with report_progress("planning"), report_progress("reading"):
             wait_for_text(text, "planning: 0 s\nreading: 0 s")
         logging.getLogger("torchmm").info("afterwards")
     assert "planning" not in text.getvalue().rpartition("afterwards")[2]
@@ -138,7 +144,7 @@ def test_terminal_shows_one_panel_below_the_steps():
 def test_nested_operations_are_shown_below_outer_operations():
     text = io.StringIO()
     log_to_console(Console(file=text, force_terminal=True, width=80))
-    outer, inner = Work("planning"), Work("reading")
+    outer, inner = ProgressReport("planning"), ProgressReport("reading")
     time.sleep(0.1)
     inner.tell()
     outer.tell()
@@ -150,20 +156,20 @@ def test_nested_operations_are_shown_below_outer_operations():
 def test_current_operation_changes_without_a_message():
     text = io.StringIO()
     log_to_console(Console(file=text))
-    work = Work("step 1")
+    work = ProgressReport("step 1")
     time.sleep(0.1)
-    work.now("step 2, waiting for data")
-    work.tell()
+    work.set_operation("step 2, waiting for data")
+    work.report()
     assert "step 2, waiting for data: 0 s" in text.getvalue() and "step 1" not in text.getvalue()
-    work.said()
-    work.tell()
+    work.mark_reported()
+    work.report()
     work.end()
     assert len(text.getvalue().splitlines()) == 1
 
 
 def test_imported_objects_are_excluded_from_garbage_collection():
     """Check that objects created later are tracked by the garbage collector."""
-    with loading():
+    with report_imports():
         assert not gc.isenabled()
         imported = [[]]
     assert gc.isenabled()
@@ -174,6 +180,6 @@ def test_imported_objects_are_excluded_from_garbage_collection():
 
 
 def test_failed_imports_reenable_garbage_collection():
-    with pytest.raises(ImportError), loading():
+    with pytest.raises(ImportError), report_imports():
         raise ImportError
     assert gc.isenabled()

@@ -11,17 +11,17 @@ from torchmm.common.batch import (
     Microbatch,
     MicrobatchMeta,
     SampleMeta,
-    even_ranges,
+    split_evenly,
 )
-from torchmm.common.row_slices import (
+from torchmm.common.sequence_slices import (
     SlicedMicrobatch,
-    image_shares,
-    most_images,
+    assign_images,
+    full_sequence,
+    max_images_per_rank,
     slice_meta,
+    slice_microbatch,
     slice_ranges,
-    slice_row,
     task_images,
-    whole_row,
 )
 
 TOKENS = (3, 2, 6, 1)
@@ -73,7 +73,7 @@ def test_token_slices_are_even_and_complete(count, ranks):
     ],
 )
 def test_images_are_distributed_by_patches(patches, ranks, counts):
-    shares = image_shares(patches, ranks)
+    shares = assign_images(patches, ranks)
     assert [len(share) for share in shares] == counts
     assert [i for share in shares for i in share] == list(range(len(patches)))
 
@@ -81,7 +81,7 @@ def test_images_are_distributed_by_patches(patches, ranks, counts):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_features_arrive_on_the_rank_of_their_token(ranks):
     microbatch = row()
-    parts = [slice_row(microbatch, rank, ranks, WIDTHS) for rank in range(ranks)]
+    parts = [slice_microbatch(microbatch, rank, ranks, WIDTHS) for rank in range(ranks)]
     assert all(isinstance(part, SlicedMicrobatch) for part in parts)
     for name, inputs in microbatch.encoders.items():
         # Send features in the order of the routes, from the positions on each rank.
@@ -89,13 +89,15 @@ def test_features_arrive_on_the_rank_of_their_token(ranks):
         for rank, part in enumerate(parts):
             inputs_ = part.encoders.get(name)
             found_K = inputs_.positions_K if inputs_ else torch.tensor([]).long()
-            route = part.row.routes[name]
+            route = part.slice_context.routes[name]
             for to, sent in enumerate(found_K[route.rows_K].split(route.sent)):
                 boxes[rank, to] = sent
         first = 0
         for rank, part in enumerate(parts):
             arrived_K = torch.cat([boxes[source, rank] for source in range(ranks)])
-            assert part.row.routes[name].received == [len(boxes[s, rank]) for s in range(ranks)]
+            assert part.slice_context.routes[name].received == [
+                len(boxes[s, rank]) for s in range(ranks)
+            ]
             assert torch.equal(part.for_llm().encoders[name].positions_K + first, arrived_K)
             first += len(part.input_ids_T)
         received = torch.cat([box for box in boxes.values()])
@@ -106,12 +108,12 @@ def test_features_arrive_on_the_rank_of_their_token(ranks):
 @pytest.mark.parametrize("widths", [WIDTHS, {"vision": 4, "other": 6}])
 def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
     microbatch = row()
-    parts = [slice_row(microbatch, rank, ranks, widths) for rank in range(ranks)]
+    parts = [slice_microbatch(microbatch, rank, ranks, widths) for rank in range(ranks)]
     messages = []
     for part in parts:
-        merged = part.row.merged
+        merged = part.slice_context.merged
         units = []
-        for name in part.row.routes:
+        for name in part.slice_context.routes:
             inputs = part.encoders.get(name)
             positions_K = inputs.positions_K if inputs else torch.tensor([]).long()
             # Unit u of the token at position p is p + u / 10.
@@ -119,12 +121,12 @@ def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
         messages.append(torch.cat(units)[merged.sent_U].split(merged.sent))
     first = 0
     for rank, part in enumerate(parts):
-        merged, encoders = part.row.merged, part.for_llm().encoders
+        merged, encoders = part.slice_context.merged, part.for_llm().encoders
         received = [message[rank] for message in messages]
         assert [len(each) for each in received] == merged.received
         expected = [
             encoders[name].positions_K[:, None] + first + torch.arange(merged.units[name]) / 10
-            for name in part.row.routes
+            for name in part.slice_context.routes
         ]
         arrived_U = torch.cat(received)[merged.received_U]
         assert torch.equal(arrived_U, torch.cat([each.flatten() for each in expected]))
@@ -133,16 +135,16 @@ def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
 
 def test_slices_join_to_the_sequence():
     microbatch = row()
-    parts = [slice_row(microbatch, rank, 3, WIDTHS).to("cpu") for rank in range(3)]
+    parts = [slice_microbatch(microbatch, rank, 3, WIDTHS).to("cpu") for rank in range(3)]
     for name, dim in (("input_ids_T", 0), ("targets_T", 0), ("position_ids", 1)):
         joined = torch.cat([getattr(part, name) for part in parts], dim)
         assert torch.equal(joined, getattr(microbatch, name))
     assert sum(part.target_count for part in parts) == microbatch.target_count
     for part in parts:
         assert torch.equal(part.targets_T[part.target_positions_L] % 3, part.target_positions_L * 0)
-        assert torch.equal(whole_row(part)[0], microbatch.input_ids_T)
+        assert torch.equal(full_sequence(part)[0], microbatch.input_ids_T)
         assert part.cu_seqlens == microbatch.cu_seqlens
-    assert slice_row(microbatch, 0, 1, WIDTHS) is microbatch
+    assert slice_microbatch(microbatch, 0, 1, WIDTHS) is microbatch
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -151,23 +153,28 @@ def test_sliced_metadata_matches_sliced_inputs(ranks):
     for rank in range(ranks):
         meta, part = (
             slice_meta(microbatch.meta, rank, ranks),
-            slice_row(microbatch, rank, ranks, WIDTHS),
+            slice_microbatch(microbatch, rank, ranks, WIDTHS),
         )
         assert meta.tokens == len(part.input_ids_T)
         for name in microbatch.encoders:
             inputs = part.encoders.get(name)
             patches = sum(meta.patches(name))
             assert patches == (len(inputs.pixels) if inputs else 0)
-            assert len(meta.patches(name)) <= most_images(microbatch.meta, name, ranks)
+            assert len(meta.patches(name)) <= max_images_per_rank(microbatch.meta, name, ranks)
 
 
 def test_sequence_can_be_shorter_than_ranks():
     short = replace(row(3), encoders={}, cu_seqlens=[0, 3], meta=MicrobatchMeta((), 3))
-    assert [len(slice_row(short, rank, 4, WIDTHS).input_ids_T) for rank in range(4)] == [0, 1, 1, 1]
+    assert [len(slice_microbatch(short, rank, 4, WIDTHS).input_ids_T) for rank in range(4)] == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_sub_microbatches_of_slices_can_be_empty():
     assert [task_images(2, 3, task, 2) for task in range(3)] == [range(1), range(1, 2), range(2, 2)]
-    assert [task_images(5, 3, task, 2) for task in range(3)] == even_ranges(5, 3)
+    assert [task_images(5, 3, task, 2) for task in range(3)] == split_evenly(5, 3)
     with pytest.raises(ValueError, match="2 images cannot be split into 3 parts"):
         task_images(2, 3, 0, 1)

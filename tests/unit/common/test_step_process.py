@@ -27,7 +27,7 @@ def count_up(request, progress):
     last, number = 10**9 if request is None else request, 0
     while number < last:
         number += 1
-        progress.put(number)
+        progress.send_preliminary(number)
         time.sleep(0.01)
         if progress.is_superseded():
             return None
@@ -246,7 +246,7 @@ def test_process_starts_after_two_slow_steps(caplog, max_deaths, started):
     process = restarting(processes, max_deaths)
     running = []
     for busy_s in (0.0, 0.01, 0.0, 0.01, 0.01):
-        with process.compute_here():
+        with process.compute_locally():
             end_s = time.thread_time() + busy_s
             while time.thread_time() < end_s:
                 pass

@@ -29,8 +29,8 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.pipelining.run.step_state import StepState
 
@@ -207,7 +207,7 @@ def test_action_flops_match_torch(encoder: str, option: tuple[tuple[str, ...], f
     durations = task_durations(graph, modules, metas, targets)
     by_name = {m.name: m for m in model.modality_modules()}
     specs = message_specs(graph, by_name, [m.meta for m in batch], torch.float32)
-    stages = {i: make_stage(m) for i, m in cut_for_rank(model, layout, 0).items()}
+    stages = {i: make_stage(m) for i, m in split_model_for_rank(model, layout, 0).items()}
     plan = lower_plan(random_order(graph, 5, split=split), graph, specs, sharding="none")
     state = StepState(0, stages, None, plan, batch, 1.0)
     state.begin()

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import Arrangement, ImageSpec
+from torchmm.common.batch import ImageSpec, SequenceAssignment
 from torchmm.data.items import BalancedRankSamples, PackItems
 from torchmm.data.loader import Loader
 from torchmm.data.nodes import rank_samples
@@ -142,11 +142,11 @@ def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedR
         yield rank_samples(step, loader._rank)
 
 
-def largest_first(packs: list) -> Arrangement:
+def largest_first(packs: list) -> SequenceAssignment:
     """Assign the packs with the most tokens to the first of two ranks."""
     order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
     half = len(packs) // 2
-    return Arrangement([[[n] for n in order[:half]], [[n] for n in order[half:]]])
+    return SequenceAssignment([[[n] for n in order[:half]], [[n] for n in order[half:]]])
 
 
 def content(batch):

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from data_cases import training
 
-from torchmm.common.batch import Arrangement, Imbalance, SampleMeta
+from torchmm.common.batch import Imbalance, SampleMeta, SequenceAssignment
 from torchmm.data.items import Item
 from torchmm.data.steps.feeds import FeedOptions, Mixture, MixtureStage, SampleArrays
 from torchmm.data.steps.plan_steps import StepPlanner
@@ -46,7 +46,7 @@ def largest_first(packs):
     """Assign the half of the packs with the most tokens to the first rank."""
     order = deque(sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens))
     places = [[[order.popleft() for _ in range(2)] for _ in range(2)] for _ in range(2)]
-    return Arrangement(places, Imbalance(1.5, 1.25))
+    return SequenceAssignment(places, Imbalance(1.5, 1.25))
 
 
 def test_arranged_steps_have_the_same_samples_and_states():
@@ -74,4 +74,4 @@ def test_arranged_steps_have_the_same_samples_and_states():
 )
 def test_arrangement_with_missing_or_bundled_packs_is_rejected(places):
     with pytest.raises(ValueError, match="every sequence must have one position"):
-        next(planner(lambda packs: Arrangement(places), global_batch_size=4))
+        next(planner(lambda packs: SequenceAssignment(places), global_batch_size=4))

@@ -155,8 +155,10 @@ def test_each_encoder_receives_its_modality(make, text_spec) -> None:
             )
             assert sorted(found.tolist()) == placeholders.tolist()
             for name, inputs in microbatch.encoders.items():
-                images = [i for s in microbatch.meta.samples for i in s.images_read_by(name)]
-                assert len(images) == len(inputs.grids_thw) == microbatch.meta.images_of(name)
+                images = [i for s in microbatch.meta.samples for i in s.images_of_encoder(name)]
+                assert (
+                    len(images) == len(inputs.grids_thw) == microbatch.meta.module_image_count(name)
+                )
                 assert len(inputs.positions_K) == sum(i.tokens for i in images)
                 assert [i.patches for i in images] == microbatch.meta.patches(name)
                 seen[name] += len(images)

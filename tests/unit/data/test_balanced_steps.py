@@ -21,9 +21,14 @@ from data_cases import (
 from installed import needs_extension
 
 from torchmm.common import step_process
-from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
+from torchmm.common.batch import EncoderInputs, ImageAssignment, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
-from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
+from torchmm.common.sequence_slices import (
+    BalancedMicrobatch,
+    DecodeAssignment,
+    RankShare,
+    slice_balanced_microbatch,
+)
 from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
@@ -43,10 +48,10 @@ class Alternate:
 
     names = ("vision", "generator")
 
-    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> ImageOwners:
+    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> ImageAssignment:
         owners_I = (ranks - 1 - np.arange(len(homes_I))) % ranks
         work_2R = [np.bincount(of, sizes_I4[:, 1], ranks) for of in (homes_I, owners_I)]
-        return ImageOwners(owners_I, *map(np.max, work_2R), sizes_I4[:, 1].sum() / ranks)
+        return ImageAssignment(owners_I, *map(np.max, work_2R), sizes_I4[:, 1].sum() / ranks)
 
 
 ALTERNATE = Alternate()
@@ -113,7 +118,9 @@ def values_per_image(inputs: EncoderInputs | GeneratorInputs | None) -> list[tor
 
 
 def read_of(microbatch: BalancedMicrobatch, module: str) -> EncoderInputs | GeneratorInputs | None:
-    return microbatch.drawn if module == "generator" else microbatch.read.get(module)
+    return (
+        microbatch.rank_generator if module == "generator" else microbatch.rank_encoders.get(module)
+    )
 
 
 def received_images(
@@ -124,7 +131,7 @@ def received_images(
     for batch in balanced:
         microbatch = batch.microbatches[number]
         images = values_per_image(read_of(microbatch, module))
-        homes = microbatch.read_for[module]
+        homes = microbatch.image_sources[module]
         received += [image for image, home in zip(images, homes, strict=True) if home == rank]
     return received
 
@@ -139,14 +146,16 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                 assert torch.equal(getattr(own, key), getattr(whole, key)), key
             assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
             assert own.generated_count == whole.generated_count
-            row = exchanged_row(own, len(balanced), {"vision": 1})
-            order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
+            row = slice_balanced_microbatch(own, len(balanced), {"vision": 1})
+            order = sorted(
+                range(len(own.image_owners["vision"])), key=own.image_owners["vision"].__getitem__
+            )
             wanted = values_per_image(whole.encoders.get("vision"))
             received = received_images(balanced, number, rank)
             assert len(received) == len(wanted) == len(order)
             for image, place in zip(received, order, strict=True):
                 assert torch.equal(image, wanted[place])
-            owners = own.read_by["generator"]
+            owners = own.image_owners["generator"]
             drawn = values_per_image(whole.generator)
             wanted = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
             received = received_images(balanced, number, rank, "generator")
@@ -162,14 +171,14 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                     row.for_llm().generator.context_positions_K,
                     whole.generator.context_positions_K,
                 )
-            tokens = [image.tokens for image in whole.meta.images_read_by("vision")]
+            tokens = [image.tokens for image in whole.meta.images_of_encoder("vision")]
             if whole.encoders:
                 places = whole.encoders["vision"].positions_K.split(tokens)
                 arrived = torch.cat([places[image] for image in order])
                 assert torch.equal(row.for_llm().encoders["vision"].positions_K, arrived)
             assert sum(row.row.routes["vision"].received) == sum(tokens)
             assert len(row.row.routes["vision"].rows_K) == sum(
-                image.tokens for image in own.task_meta.images_read_by("vision")
+                image.tokens for image in own.task_meta.images_of_encoder("vision")
             )
 
 
@@ -191,7 +200,7 @@ def test_balanced_ranks_decode_each_image_once(make, spec, positions):
             home != rank
             for rank, batch in enumerate(balanced)
             for microbatch in batch.microbatches
-            for home in microbatch.read_for[module]
+            for home in microbatch.image_sources[module]
         ]
         assert any(moved)
 
@@ -216,8 +225,8 @@ def test_balanced_loader_predicts_its_tasks(make):
             generated += [image for image in sample.generated if next(turns) == 1]
         assert of_ranks[1].with_images(images, generated) == own
     for microbatch in batch.microbatches:
-        images = microbatch.task_meta.images_of("vision")
-        assert images == len(microbatch.read_for["vision"])
+        images = microbatch.task_meta.module_image_count("vision")
+        assert images == len(microbatch.image_sources["vision"])
         assert microbatch.task_meta.used_tokens == microbatch.meta.used_tokens
 
 
@@ -305,7 +314,7 @@ def test_image_sizes_of_steps_match_samples():
         for names in (encoders, encoders[::-1], ("generator", *encoders)):
             received, expected = (
                 packs.image_sizes(packs.samples, names),
-                ImageSizes.of(metas, names),
+                ImageSizes.from_samples(metas, names),
             )
             assert len(expected.sizes_I4) > 20
             assert np.array_equal(received.counts_N, expected.counts_N)
@@ -314,13 +323,13 @@ def test_image_sizes_of_steps_match_samples():
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
     [whole] = batches_of(make(1))
-    shares = [{module: Share(p, 2) for module in ALTERNATE.names} for p in range(2)]
-    parts = [batches_of(make(1, reads=Reads(share)))[0] for share in shares]
+    shares = [{module: RankShare(p, 2) for module in ALTERNATE.names} for p in range(2)]
+    parts = [batches_of(make(1, reads=DecodeAssignment(share)))[0] for share in shares]
     for number, microbatch in enumerate(whole.microbatches):
         for module in ALTERNATE.names:
             inputs = [read_of(part.microbatches[number], module) for part in parts]
-            held = [image for each in inputs if each is not None for image in each.held]
-            assert held == list(range(len(microbatch.read_for[module])))
+            held = [image for each in inputs if each is not None for image in each.local_images]
+            assert held == list(range(len(microbatch.image_sources[module])))
             values = "patches_PV" if module == "generator" else "pixels"
             rows = [getattr(each, values) for each in inputs if each is not None]
             if rows:

@@ -13,7 +13,7 @@ import torch
 from data_cases import CLIP, caption, data_config, training
 from PIL import Image
 
-from torchmm.common.row_slices import Reads, Share
+from torchmm.common.sequence_slices import DecodeAssignment, RankShare
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.sample_files import INLINE_BYTES, FileRange, TableValue, read_row
@@ -23,9 +23,9 @@ from torchmm.recipe.data_section import SourceConfig
 COUNT = 8
 READS = {
     "all": None,
-    "none": Reads({}),
-    "first half": Reads({"vision": Share(0, 2)}),
-    "second half": Reads({"vision": Share(1, 2)}),
+    "none": DecodeAssignment({}),
+    "first half": DecodeAssignment({"vision": RankShare(0, 2)}),
+    "second half": DecodeAssignment({"vision": RankShare(1, 2)}),
 }
 
 

@@ -10,15 +10,18 @@ from installed import needs_extension
 
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.generated import GeneratorSpec
-from torchmm.common.row_slices import Reads, Share
+from torchmm.common.sequence_slices import DecodeAssignment, RankShare
 from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.recipe.data_section import SourceConfig
 
 pytestmark = needs_extension("extensions.generation")
 ALL = None
-NOTHING = Reads({})
-HALVES = [Reads({"vision": Share(part, 2), "generator": Share(part, 2)}) for part in range(2)]
+NOTHING = DecodeAssignment({})
+HALVES = [
+    DecodeAssignment({"vision": RankShare(part, 2), "generator": RankShare(part, 2)})
+    for part in range(2)
+]
 GENERATOR = GeneratorSpec(size_px=16, patch_size_px=8)
 CORRUPT = (0, 3, 11, 13, 17, 19)
 """Indices of corrupt images: in captions, in documents, and target images."""
@@ -45,7 +48,7 @@ def make(tmp_path, tokenizer, text_spec):
         SourceConfig(path=str(write), name="b", target_image_column="image"),
     ]
 
-    def build(reads: Reads | None, spec=CLIP, positions="1d", workers=0) -> Loader:
+    def build(reads: DecodeAssignment | None, spec=CLIP, positions="1d", workers=0) -> Loader:
         return build_loader(
             data_config(tmp_path, *sources, shuffle=False, workers=workers),
             training(global_batch_size=4, microbatch_size=2, sequence_length=64),
@@ -84,8 +87,8 @@ def assert_equal(found: Microbatch, wanted: Microbatch) -> None:
     for name, whole in wanted.encoders.items():
         own = found.encoders[name]
         assert torch.equal(own.positions_K, whole.positions_K)
-        assert (own.grids_thw, own.kept) == (whole.grids_thw, whole.kept)
-        images = range(len(whole.grids_thw)) if own.held is None else own.held
+        assert (own.grids_thw, own.tile_regions) == (whole.grids_thw, whole.tile_regions)
+        images = range(len(whole.grids_thw)) if own.local_images is None else own.local_images
         assert torch.equal(own.pixels, pixels_of(whole, images))
     if wanted.generator is not None:
         assert found.generator is not None
@@ -93,7 +96,7 @@ def assert_equal(found: Microbatch, wanted: Microbatch) -> None:
             assert getattr(found.generator, key) == getattr(wanted.generator, key), key
         places = found.generator.context_positions_K
         assert torch.equal(places, wanted.generator.context_positions_K)
-        held = found.generator.held
+        held = found.generator.local_images
         for image in range(len(found.generator.grids_thw)) if held is None else held:
             one = range(image, image + 1)
             ours, theirs = found.generator.select(one), wanted.generator.select(one)
@@ -119,7 +122,7 @@ def test_ranks_share_images_of_step(make, spec):
             assert_equal(found, wanted)
     for number, microbatch in enumerate(whole.microbatches):
         inputs = [half.microbatches[number] for half in halves]
-        held = [image for m in inputs for image in m.encoders["vision"].held]
+        held = [image for m in inputs for image in m.encoders["vision"].local_images]
         assert held == list(range(len(microbatch.encoders["vision"].grids_thw)))
     counts = [half.decoded_media for half in halves]
     assert sum(counts) == images_in(whole) == whole.decoded_media and min(counts) > 0
@@ -144,13 +147,13 @@ def test_context_parallel_ranks_share_images(make):
     """Check two ranks for each half of every sequence."""
     whole = first(make(ALL))
     reads = [
-        Reads({"vision": Share(part, 2)}, Share(context, 2))
+        DecodeAssignment({"vision": RankShare(part, 2)}, RankShare(context, 2))
         for context in range(2)
         for part in range(2)
     ]
     batches = [first(make(own)) for own in reads]
     for number, microbatch in enumerate(whole.microbatches):
-        held = [i for b in batches for i in b.microbatches[number].encoders["vision"].held]
+        held = [i for b in batches for i in b.microbatches[number].encoders["vision"].local_images]
         assert sorted(held) == list(range(len(microbatch.encoders["vision"].grids_thw)))
 
 

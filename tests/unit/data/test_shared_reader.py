@@ -120,7 +120,7 @@ def test_streamed_images_are_balanced(site, arrange):
         for rank, batches in enumerate(shared)
         for batch in batches
         for microbatch in batch.microbatches
-        for home in microbatch.read_for["vision"]
+        for home in microbatch.image_sources["vision"]
     ]
     assert any(rank != home for rank, home in homes)
     state = shared[1][1].state

@@ -13,7 +13,7 @@ from data_cases import data_config, training
 from index_cases import index_of
 
 from torchmm.common import step_process
-from torchmm.common.batch import Arrangement, Imbalance
+from torchmm.common.batch import Imbalance, SequenceAssignment
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.steps import background_steps
 from torchmm.data.steps.background_steps import BackgroundSteps
@@ -47,7 +47,7 @@ class ReverseOrder:
         last = len(packs) - 1
         half = range(len(packs) // 2)
         places = [[[last - 2 * i - rank] for i in half] for rank in range(2)]
-        return Arrangement(places, Imbalance(1.5, 1.25))
+        return SequenceAssignment(places, Imbalance(1.5, 1.25))
 
 
 class Begin:

@@ -120,9 +120,9 @@ def test_blank_images_are_zeros():
         pixels,
         [(1, 1, 2)] * 4,
         torch.arange(8),
-        held=[0, 1, 3],
+        local_images=[0, 1, 3],
         byte_values=ByteValues(table),
-        blank=[1, 2],
+        undecodable=[1, 2],
     )
     expected = pixels.float() - 50
     expected[2:4] = 0

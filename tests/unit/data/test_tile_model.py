@@ -182,12 +182,14 @@ def test_tiles_can_be_in_different_sub_microbatches(family, changes, open_run) -
     for microbatch in microbatches:
         inputs = microbatch.encoders["vision"].values()
         if changes:
-            assert inputs.kept is not None and any(kept.shrunk for kept in inputs.kept)
+            assert inputs.tile_regions is not None and any(
+                kept.downsample for kept in inputs.tile_regions
+            )
         encoder = model.encoders["vision"]
         features = encoder(inputs)
         each = range(len(inputs.grids_thw))
         parts = [encoder(inputs.select(range(image, image + 1))) for image in each]
-        sizes = [image.tokens for image in microbatch.meta.images_read_by("vision")]
+        sizes = [image.tokens for image in microbatch.meta.images_of_encoder("vision")]
         assert [len(part) for part in parts] == sizes
         assert relative_error(torch.cat(parts), features) < 1e-6
 

@@ -264,7 +264,7 @@ def test_batches_have_videos_images_and_text(load, tmp_path, text_spec, spec) ->
             inputs = microbatch.encoders.get("vision")
             if inputs is None:
                 continue
-            images = microbatch.meta.images_read_by("vision")
+            images = microbatch.meta.images_of_encoder("vision")
             videos = [image for image in images if image.duration_ms]
             video_count += len(videos)
             assert len(inputs.grids_thw) == len(images)
@@ -326,7 +326,7 @@ def test_video_folders_and_webdatasets_are_read(load, tmp_path) -> None:
             config = SourceConfig(path=str(source), streaming=streaming)
             batch = next(iter(load(QWEN, sources=[config])))
             assert not batch.skipped
-            metas = [m.meta.images_read_by("vision") for m in batch.microbatches]
+            metas = [m.meta.images_of_encoder("vision") for m in batch.microbatches]
             assert {image.frames for images in metas for image in images} == {2}
 
 

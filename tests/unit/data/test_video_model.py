@@ -201,7 +201,7 @@ def test_videos_match_hugging_face_loss_and_gradients(load, name: str) -> None:
             merge_groups(samples)
         if "omni" in name:
             rename_omni_inputs(samples)
-        videos += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
+        videos += sum(i.duration_ms > 0 for i in microbatch.meta.images_of_encoder("vision"))
         logits = []
         for number, sample in enumerate(samples):
             alone = single(microbatch, number)
@@ -237,7 +237,7 @@ def test_videos_are_between_image_markers(load) -> None:
         for start, stop in runs.reshape(-1, 2):
             assert ids[start - 1] == START and ids[stop] == END
         lengths = sorted(np.diff(runs.reshape(-1, 2))[:, 0].tolist())
-        videos = [i for i in microbatch.meta.images_read_by("vision") if i.duration_ms]
+        videos = [i for i in microbatch.meta.images_of_encoder("vision") if i.duration_ms]
         assert lengths == sorted(i.patches // 4 for i in videos)
 
 

@@ -164,5 +164,5 @@ def test_default_chunks_only_large_sharded_vocabulary() -> None:
         model: dict = {"llm": {"config": config}, "chunked_loss": changes.get("chunked_loss")}
         recipe = Recipe.model_validate({"name": "a", "model": model, "training": {"dtype": dtype}})
         found = recipe_model(recipe).llm
-        assert (found.loss_rows, found.sharded_loss_rows) == rows
-        assert found.build_without_adapters().sharded_loss_rows == rows[1]
+        assert (found.loss_chunk_targets, found.sharded_loss_chunk_targets) == rows
+        assert found.build_without_adapters().sharded_loss_chunk_targets == rows[1]

@@ -31,7 +31,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
-from torchmm.common.tiles import Kept
+from torchmm.common.tiles import TileRegion
 from torchmm.models.families.composites.registry import COMPOSITES as COMPOSITE_KINDS
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.registry import LLM_FAMILIES
@@ -93,7 +93,7 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     grids, pixels, tokens = two_images(name, generator)
     kept = None
     if name.startswith("llava_"):
-        kept = [Kept(0, 4, 0, 4, line_ends=1)] * 2
+        kept = [TileRegion(0, 4, 0, 4, line_ends=1)] * 2
         tokens = [17, 17]
     starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
@@ -342,13 +342,13 @@ def test_deepstack_and_position_errors_change_logits(name: str) -> None:
     def error() -> float:
         return relative_error(logits(), right)
 
-    llm.family = replace(family, taps=0)
+    llm.family = replace(family, deepstack_layers=0)
     assert error() > 1e-4, "deepstack features are missing"
     llm.family = family
     encoder = model.encoders["vision"]
-    encoder.taps = (0, 2)
+    encoder.deepstack_layers = (0, 2)
     assert error() > 1e-5, "a different layer is used"
-    encoder.taps = (0, 1)
+    encoder.deepstack_layers = (0, 1)
     mergers = encoder.connector.deepstack_merger_list
     mergers[0], mergers[1] = mergers[1], mergers[0]
     assert error() > 1e-5, "mergers are swapped"

@@ -217,7 +217,7 @@ def test_descriptions_of_ranks_sum_to_full_model() -> None:
         description = module.describe()
         assert sum(p.parameters for p in parts) == description.parameters
         assert sum(len(p.layers) for p in parts) == len(description.layers)
-        for key in ("pre_flops_per_unit", "post_flops_per_unit"):
+        for key in ("embedding_flops_per_unit", "head_flops_per_unit"):
             assert sum(getattr(p, key) for p in parts) == getattr(description, key)
         assert len(ranks[0].modality_modules()[index].layer_sizes()) == len(description.layers)
 

@@ -31,15 +31,15 @@ from torch import Tensor
 from torchmm.common import log
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import COMPILES_FROM, has_experts
-from torchmm.parallel import compilation, torch_private
+from torchmm.parallel import compilation, torch_compat
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import (
     CACHE_VARIABLE,
-    MOST_GRAPHS,
+    MAX_GRAPHS,
     Compilation,
-    Graph,
-    keep_compiled_code,
-    tell_graphs,
+    CompiledGraph,
+    log_compiled_graphs,
+    set_compile_cache,
 )
 
 LENGTHS = ([5, 9, 9], [4, 10, 9], [23], [3, 4, 2, 2, 7], [1, 20], [30, 2])
@@ -73,7 +73,9 @@ def compile_layers(modules: Sequence[LayeredModule]) -> Compilation:
     return compilation_
 
 
-def check(modules: Sequence[LayeredModule], runs: list[Callable[[], Tensor]]) -> list[Graph]:
+def check(
+    modules: Sequence[LayeredModule], runs: list[Callable[[], Tensor]]
+) -> list[CompiledGraph]:
     """Compare every run with and without compiled layers. Return the graphs."""
     expected = [results(modules, run) for run in runs]
     compilation_ = compile_layers(modules)
@@ -101,7 +103,7 @@ def skip_if_not_compiled(module: LayeredModule) -> None:
 def test_llms_have_few_graphs_for_all_lengths(family: str) -> None:
     modules, runs = runs_of(family)
     skip_if_not_compiled(modules[0])
-    assert max(graph.number for graph in check(modules, runs)) <= MOST_GRAPHS
+    assert max(graph.number for graph in check(modules, runs)) <= MAX_GRAPHS
 
 
 @proves("compiled", COMPOSITES)
@@ -115,7 +117,7 @@ def test_composites_have_few_graphs_for_all_batches(name: str) -> None:
     modules = [*model.encoder_modules(), model.llm]
     graphs = check(modules, [lambda batch=batch: model(batch) for batch in batches])
     assert {graph.kind.split()[-1] for graph in graphs} == {module.name for module in modules}
-    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+    assert max(graph.number for graph in graphs) <= MAX_GRAPHS
 
 
 @proves("compiled", ENCODERS)
@@ -126,7 +128,7 @@ def test_encoders_have_few_graphs_for_all_images(family: str) -> None:
     count = len(inputs.grids_thw)
     parts = (range(count), range(1), range(1, count), range(count - 1, count))
     graphs = check([encoder], [lambda p=p: encoder(inputs.select(p)) for p in parts])
-    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+    assert max(graph.number for graph in graphs) <= MAX_GRAPHS
 
 
 def test_layers_of_one_type_share_graphs() -> None:
@@ -144,7 +146,7 @@ def test_compilation_logs_progress_by_layer_type(
 
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
-    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: slow)
+    monkeypatch.setattr(torch_compat, "find_compiler", lambda backend: slow)
     with caplog.at_level(logging.INFO, "torchmm"):
         check(*runs_of("gemma3_text"))
     message = "compiling layers like {0} of llm: {1} of 2 types of layers, 0 s"
@@ -154,15 +156,15 @@ def test_compilation_logs_progress_by_layer_type(
 def test_unmarked_sizes_add_graphs_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compilation, "mark_sizes", lambda value, **_: None)
+    monkeypatch.setattr(compilation, "mark_dynamic_sizes", lambda value, **_: None)
     graphs = check(*runs_of("llama"))
-    assert max(graph.number for graph in graphs) > MOST_GRAPHS
+    assert max(graph.number for graph in graphs) > MAX_GRAPHS
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        tell_graphs(graphs, 3, logging.getLogger())
+        log_compiled_graphs(graphs, 3, logging.getLogger())
     first, *warnings = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"step 3: {len(graphs)} graphs of layers compiled in ")
-    assert len(warnings) == len(graphs) - MOST_GRAPHS
+    assert len(warnings) == len(graphs) - MAX_GRAPHS
     assert warnings[0].startswith("layers like 0 of llm have 3 compiled graphs, but 2 are expected")
     assert "size mismatch at index" in warnings[0]
 
@@ -170,7 +172,7 @@ def test_unmarked_sizes_add_graphs_with_warning(
 def test_steps_without_compilation_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         caplog.clear()
-        tell_graphs([], 3, logging.getLogger())
+        log_compiled_graphs([], 3, logging.getLogger())
     assert not caplog.records
 
 
@@ -183,9 +185,9 @@ def test_compiled_code_is_cached_in_private_directory(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv(home, str(tmp_path))
     if before is not None:
-        usual = torch_private.usual_code_cache()
+        usual = torch_compat.default_code_cache()
         monkeypatch.setenv(CACHE_VARIABLE, usual if before == "torch default" else "/elsewhere")
-    keep_compiled_code()
+    set_compile_cache()
     cache = tmp_path / (".cache" if home == "HOME" else "") / "torchmm/compile"
     variable = compilation.os.environ[CACHE_VARIABLE]
     assert variable == ("/elsewhere" if before == "user setting" else str(cache))
@@ -199,5 +201,5 @@ def test_compiled_code_without_home_is_left_to_torch(
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    keep_compiled_code()
+    set_compile_cache()
     assert CACHE_VARIABLE not in compilation.os.environ

@@ -25,12 +25,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from torchmm.common.batch import padded_images
+from torchmm.common.batch import cuda_graph_image_count
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel import activation, compilation, torch_private
-from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
-from torchmm.parallel.compilation import MOST_GRAPHS, Compilation, compiler_problem
+from torchmm.parallel import activation, compilation, torch_compat
+from torchmm.parallel.activation import apply_activation_checkpoint, set_recompute_modes
+from torchmm.parallel.compilation import MAX_GRAPHS, Compilation, find_compiler_problem
 from torchmm.planning.executions import recompute_mode
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -97,7 +97,9 @@ def test_cuda_graphs_require_images_of_one_size(family: str) -> None:
     )
     assert bool(reason) == (family not in ONE_SIZE_ENCODERS)
     if not reason:  # only the captured inputs change
-        assert type(encoder.family).context is EncoderFamily.context and not encoder.taps
+        assert (
+            type(encoder.family).context is EncoderFamily.context and not encoder.deepstack_layers
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_cuda_graphs_reason_names_the_setting(changes: dict, reason: str) -> Non
 
 
 def test_padded_image_counts_are_few_and_close() -> None:
-    padded = [padded_images(count) for count in range(1, 97)]
+    padded = [cuda_graph_image_count(count) for count in range(1, 97)]
     assert sorted(set(padded)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
     assert all(count <= padded_count < 1.5 * count for count, padded_count in enumerate(padded, 1))
 
@@ -146,11 +148,11 @@ def test_selective_is_full_for_eager_layers_on_cuda() -> None:
 
 def test_missing_triton_is_reported_for_cuda(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "install the triton package" in compiler_problem(AUTO, "cuda")
-    assert not compiler_problem(AUTO, "cpu")
-    assert not compiler_problem(CompileConfig(backend="aot_eager"), "cuda")
+    assert "install the triton package" in find_compiler_problem(AUTO, "cuda")
+    assert not find_compiler_problem(AUTO, "cpu")
+    assert not find_compiler_problem(CompileConfig(backend="aot_eager"), "cuda")
     monkeypatch.setattr(compilation, "missing_compiler", lambda device: "")
-    assert not compiler_problem(AUTO, "cuda")
+    assert not find_compiler_problem(AUTO, "cuda")
 
 
 def compile_llm(mode: str = "none", **settings: bool) -> tuple[Callable, Compilation]:
@@ -176,7 +178,7 @@ def test_constant_sequence_length_uses_one_static_graph(monkeypatch) -> None:
         shapes.extend(x.shape for x in inputs if isinstance(x, Tensor) and x.ndim == 3)
         return graph
 
-    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: record)
+    monkeypatch.setattr(torch_compat, "find_compiler", lambda backend: record)
     plain = text_model("llama")
     run, compilation = compile_llm(has_constant_rows=True)
     for number in range(50):
@@ -187,7 +189,7 @@ def test_constant_sequence_length_uses_one_static_graph(monkeypatch) -> None:
             for actual, reference in zip(results_, expected, strict=True):
                 assert relative_error(actual, reference) < 1e-6
     graphs = compilation.new_graphs()
-    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+    assert max(graph.number for graph in graphs) <= MAX_GRAPHS
     hidden = [shape for shape in shapes if shape[-1] == plain.llm.text_config.hidden_size]
     assert hidden and all(isinstance(shape[1], int) for shape in hidden)
     run([TOKENS + 3])  # negative control: a different number of tokens requires a new graph
@@ -212,7 +214,7 @@ def count_products(monkeypatch, mode: str) -> tuple[Counter, Counter]:
         bw_compiler=counting(backward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr(torch_private, "compiler_named", lambda name: backend)
+    monkeypatch.setattr(torch_compat, "find_compiler", lambda name: backend)
     run, compilation = compile_llm(mode)
     run([5, 9, 9])
     assert len({graph.kind for graph in compilation.new_graphs()}) == 1
@@ -246,7 +248,7 @@ def test_auto_mode_selective_is_full_on_cuda(monkeypatch) -> None:
         model = text_model("llama")
         module = model.llm
         apply_activation_checkpoint(module, "auto", is_eager_on_cuda=is_eager_on_cuda)
-        set_layer_modes(module, ["selective"] * len(module.layers))
+        set_recompute_modes(module, ["selective"] * len(module.layers))
         calls.clear()
         model(microbatch([5, 9, 9])).backward()
         counts[is_eager_on_cuda] = len(calls)
@@ -261,7 +263,7 @@ def failing(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
 def test_auto_runs_eagerly_if_compilation_fails(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: failing)
+    monkeypatch.setattr(torch_compat, "find_compiler", lambda backend: failing)
     plain = text_model("llama")
     run, _ = compile_llm(mode, falls_back=True)
     with caplog.at_level(logging.WARNING):
@@ -286,7 +288,7 @@ def test_compiled_encoder_recomputes_only_with_backward(mode: str, trains: bool)
         module.requires_grad_(trains)
     apply_activation_checkpoint(model, mode, Compilation("aot_eager"))
     if mode == "auto":
-        set_layer_modes(model, ["full"] * len(model.layers))
+        set_recompute_modes(model, ["full"] * len(model.layers))
     inputs = make_inputs("siglip")
     if trains:
         for actual, reference in zip(
@@ -315,7 +317,7 @@ def test_inductor_llm_matches_eager_in_float32(mode: str) -> None:
         results_ = results([model.llm], lambda batch=batch: model(batch))
         for actual, reference in zip(results_, expected, strict=True):
             assert relative_error(actual, reference) < 1e-5
-    assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS
+    assert max(graph.number for graph in compilation.new_graphs()) <= MAX_GRAPHS
 
 
 @pytest.mark.slow
@@ -332,4 +334,4 @@ def test_inductor_qwen_encoder_matches_eager_in_float32(mode: str) -> None:
         results_ = results([model], lambda selected=selected: model(selected))
         for actual, reference in zip(results_, expected, strict=True):
             assert relative_error(actual, reference) < 1e-5
-    assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS
+    assert max(graph.number for graph in compilation.new_graphs()) <= MAX_GRAPHS

@@ -13,7 +13,7 @@ from torchmm.common import log
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import replace_atomically
 from torchmm.parallel.gather import gather_floats
-from torchmm.parallel.health.peers import Health, SideGroup, check_finite, is_peer_trouble
+from torchmm.parallel.health.peers import HealthMonitor, SideGroup, check_finite, is_peer_failure
 
 NAN, INF = math.nan, math.inf
 
@@ -60,11 +60,11 @@ def _caused_by(text: str) -> RuntimeError:
     ],
 )
 def test_lost_peers_are_distinguished_from_other_errors(error, expected):
-    assert is_peer_trouble(error) == expected
+    assert is_peer_failure(error) == expected
 
 
 def test_phase_converts_lost_peers_to_peer_errors(tmp_path):
-    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01)
+    health = HealthMonitor(tmp_path, timeout_s=1, heartbeat_s=0.01)
     with (
         pytest.raises(
             PeerError, match=r"rank 0 lost a peer at step 4 in forward: .*closed by peer"
@@ -83,7 +83,7 @@ def test_phase_converts_lost_peers_to_peer_errors(tmp_path):
 
 
 def test_heartbeat_contains_step_and_phase(tmp_path):
-    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01)
+    health = HealthMonitor(tmp_path, timeout_s=1, heartbeat_s=0.01)
     with health.phase(12, "forward"):
         deadline = time.monotonic() + 30
         while (beat := json.loads((tmp_path / "rank-00000.json").read_text()))["step"] != 12:
@@ -101,7 +101,7 @@ def test_closed_health_keeps_no_run_alive(tmp_path):
 
     run = Run()
     reference = weakref.ref(run)
-    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01, on_lost=run.end)
+    health = HealthMonitor(tmp_path, timeout_s=1, heartbeat_s=0.01, on_lost=run.end)
     del run
     gc.disable()
     try:
@@ -115,7 +115,7 @@ def test_closed_health_keeps_no_run_alive(tmp_path):
 @pytest.mark.parametrize("clock_s", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("alive", [True, False])
 def test_silent_rank_is_named_despite_clock_offset(alive, clock_s, tmp_path):
-    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.1)
+    health = HealthMonitor(tmp_path, timeout_s=1, heartbeat_s=0.1)
     health._group.size = 2
     other = {"rank": 1, "step": 4, "phase": "step", "phase_s": 0.0, "lost_peer": False}
     other |= {"process": 77, "host": "node1"}
@@ -145,7 +145,7 @@ def test_silent_rank_is_named_despite_clock_offset(alive, clock_s, tmp_path):
 @pytest.mark.parametrize("is_lost_peer", [True, False])
 def test_hanging_rank_0_is_named_by_other_ranks(is_lost_peer, tmp_path, monkeypatch):
     """Check that other ranks name rank 0, which would lead the barrier that finds missing ranks."""
-    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.05)
+    health = HealthMonitor(tmp_path, timeout_s=1, heartbeat_s=0.05)
     health._group.rank = 1
     health._group.size = 2
 
@@ -176,16 +176,16 @@ def test_hanging_rank_0_is_named_by_other_ranks(is_lost_peer, tmp_path, monkeypa
 
 def test_exception_on_rank_0_reaches_the_caller():
     group = SideGroup.create()
-    assert group.on_rank_0(lambda: 3) == 3 and group.gather(4) == [4]
+    assert group.run_on_rank_zero(lambda: 3) == 3 and group.gather(4) == [4]
     with pytest.raises(KeyError):
-        group.on_rank_0(lambda: {}["missing"])
+        group.run_on_rank_zero(lambda: {}["missing"])
 
 
 def test_long_steps_log_the_current_operation(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log, "QUIET_S", 0.05)
     monkeypatch.setattr(logging.getLogger("torchmm"), "propagate", True)
     caplog.set_level(logging.INFO, "torchmm")
-    health = Health(tmp_path, timeout_s=5.0, heartbeat_s=0.02)
+    health = HealthMonitor(tmp_path, timeout_s=5.0, heartbeat_s=0.02)
     deadline = time.monotonic() + 30
     with health.phase(7, "step"), health.waiting_for_data():
         while "step 7, waiting for data" not in caplog.text:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchmm.parallel.health.non_finite import where_non_finite
+from torchmm.parallel.health.non_finite import find_non_finite_origin
 
 
 class Divide(nn.Module):
@@ -35,7 +35,7 @@ def step(net: nn.Module, x_BD: Tensor) -> None:
 
 def non_finite_message(net: nn.Module, x_BD: Tensor) -> str:
     step(net, x_BD)
-    message = where_non_finite(net, lambda: step(net, x_BD))
+    message = find_non_finite_origin(net, lambda: step(net, x_BD))
     assert not any(module._forward_hooks for module in net.modules())
     return message
 
@@ -87,5 +87,5 @@ def test_finite_repetition_of_step_is_reported(compiled):
     assert non_finite_message(net, bad_BD).endswith("that of 1.1 (Divide) on rank 0")
     net.zero_grad()
     step(net, torch.ones(2, 4))
-    again = where_non_finite(net, lambda: step(net, torch.ones(2, 4)))
+    again = find_non_finite_origin(net, lambda: step(net, torch.ones(2, 4)))
     assert "all values are finite" in again

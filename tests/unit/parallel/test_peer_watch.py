@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from torchmm.common.errors import PeerError
-from torchmm.parallel.health.peer_watch import FINISHED, WORD, PeerWatch
+from torchmm.parallel.health.watchdog import FINISHED, REPORT_FILE, PeerWatchdog
 
 
-def watch(directory: Path, rank: int, **limits: float) -> PeerWatch:
+def watch(directory: Path, rank: int, **limits: float) -> PeerWatchdog:
     settings = {"timeout_s": 60.0, "silent_s": 0.05, "grace_s": 0.05, **limits}
-    return PeerWatch(directory, rank, 3, heartbeat=lambda r: directory / f"{r}", **settings)
+    return PeerWatchdog(directory, rank, 3, heartbeat=lambda r: directory / f"{r}", **settings)
 
 
 def beat(directory: Path, rank: int, phase: str) -> None:
@@ -30,23 +30,23 @@ def test_rank_with_changing_heartbeat_is_not_missing(tmp_path):
         beat(tmp_path, 1, str(number))
         assert peers.look(3, "step", 100.0, False) is None
         time.sleep(0.03)
-    assert not (tmp_path / WORD).exists()
+    assert not (tmp_path / REPORT_FILE).exists()
 
 
 def test_silent_rank_is_reported_to_all_ranks(tmp_path):
     for rank in range(3):
         beat(tmp_path, rank, "same")
     before, other = watch(tmp_path, 0), watch(tmp_path, 2, silent_s=60.0)
-    assert before.look(3, "step", 100.0, False) is None
+    assert before.check(3, "step", 100.0, False) is None
     time.sleep(0.1)
     assert "rank 1 (process 71 on here) has not responded" in str(
-        before.look(3, "step", 100.0, False)
+        before.check(3, "step", 100.0, False)
     )
-    error = other.look(3, "step", 100.0, False)
+    error = other.check(3, "step", 100.0, False)
     assert isinstance(error, PeerError) and "rank 2 lost a peer at step 3 in step" in str(error)
     assert "rank 1 (process 71 on here) has not responded" in str(error)
-    PeerWatch.forget(tmp_path)
-    assert other.look(3, "step", 100.0, False) is None
+    PeerWatchdog.clear_report(tmp_path)
+    assert other.check(3, "step", 100.0, False) is None
 
 
 def test_finished_rank_is_not_missing(tmp_path):
@@ -75,7 +75,7 @@ def test_device_wait_times_out(is_device_wait, is_lost, tmp_path):
 
 
 def test_single_rank_misses_no_peer(tmp_path):
-    peers = PeerWatch(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
+    peers = PeerWatchdog(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
     assert peers.look(3, "step", 100.0, False) is None
 
 
@@ -93,13 +93,13 @@ def test_process_with_blocked_main_thread_is_terminated(guarded, raises, phase, 
     program = f"""
         import ctypes, os, sys
         from pathlib import Path
-        from torchmm.parallel.health import peer_watch, peers as health
+        from torchmm.parallel.health import watchdog, peers as health
         health.PeerWatch.__init__.__defaults__ = (0.3, 0.1)
         health.SideGroup.size = property(lambda self: 2, lambda self, size: None)
         def end(error):
             print(error, flush=True)
             os._exit(error.exit_code)
-        own = health.Health(Path({str(tmp_path)!r}), 60.0, heartbeat_s=0.05,
+        own = health.HealthMonitor(Path({str(tmp_path)!r}), 60.0, heartbeat_s=0.05,
                             on_lost=end if {guarded} else None, raises={raises})
         with own.phase(5, "{phase}"):
             ctypes.CDLL(None).sleep(4)

@@ -3,12 +3,12 @@
 import torch
 from torch.autograd.graph import GradientEdge
 
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 
 
 def test_weight_split_support_follows_torch_version():
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert torch_private.supports_weight_split() == (version > (2, 12)) or version == (2, 12)
+    assert torch_compat.supports_weight_split() == (version > (2, 12)) or version == (2, 12)
 
 
 def test_double_counting_in_torch_is_detected(monkeypatch):
@@ -24,11 +24,11 @@ def test_double_counting_in_torch_is_detected(monkeypatch):
             weight_edges = tuple(GradientEdge(w, 0) for w in group["params"])
             (weight.grad,) = torch.autograd.grad(edges, weight_edges, grads)
 
-    monkeypatch.setattr(torch_private, "stage_backward_weight", counting_twice)
-    assert not torch_private.supports_weight_split.__wrapped__()
+    monkeypatch.setattr(torch_compat, "stage_backward_weight", counting_twice)
+    assert not torch_compat.supports_weight_split.__wrapped__()
 
 
 def test_views_are_recognized():
     x = torch.ones(2, 3, requires_grad=True)
-    assert torch_private.is_view((2 * x)[0])
-    assert not torch_private.is_view(2 * x)
+    assert torch_compat.is_view((2 * x)[0])
+    assert not torch_compat.is_view(2 * x)

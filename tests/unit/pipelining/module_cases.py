@@ -11,7 +11,7 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 VISION = ModuleLayers("vision", "encoder", (1.0,) * 8, sub_microbatched=True)
 AUDIO = ModuleLayers("audio", "encoder", (0.5,) * 8, sub_microbatched=True)
-LLM = ModuleLayers("llm", "llm", (2.0,) * 16, post_cost=1.5)
+LLM = ModuleLayers("llm", "llm", (2.0,) * 16, head_cost=1.5)
 GENERATOR = ModuleLayers("generator", "generator", (1.0,) * 8, sub_microbatched=True)
 
 MODELS = {
@@ -25,11 +25,11 @@ MODELS = {
 def with_frozen_layers(module: ModuleLayers) -> ModuleLayers:
     """Freeze a module except for its connector after the layers."""
     none = (False,) * len(module.costs)
-    return replace(module, trainable=none, pre_trainable=False)
+    return replace(module, trainable=none, embedding_trainable=False)
 
 
 def frozen(module: ModuleLayers) -> ModuleLayers:
-    return replace(with_frozen_layers(module), post_trainable=False)
+    return replace(with_frozen_layers(module), head_trainable=False)
 
 
 def freeze_cases(modules: Sequence[ModuleLayers]) -> dict[str, list[ModuleLayers]]:

@@ -72,7 +72,7 @@ class Execution:
         """Return the stages in reduction order: last stages first, mirrors in order."""
         layout = self.graph.layout
         return sorted(
-            range(len(layout.stages)), key=lambda s: (-min(layout.mirrored[s]), s)
+            range(len(layout.stages)), key=lambda s: (-min(layout.mirror_stages[s]), s)
         )  # fmt: skip
 
     def all_at_reduction(self, stage) -> bool:
@@ -138,7 +138,7 @@ class Execution:
                 expect(T.I in done and self.graph.layout.stages[task.stage].trainable, "W", task)
             else:
                 expect(T.F in done and not {T.B, T.I} & set(done), "order", task)
-                carries = self.graph.carries_gradient
+                carries = self.graph.sends_gradient
                 self.take(rank, [("B", m) for m in makes if carries(m)])
                 back = [("B", m, self.graph.producer(m)) for m in uses if carries(m)]
                 self.make(rank, back)
@@ -221,7 +221,7 @@ class Execution:
 
     def check_collectives(self, rank, program):
         """Check that the collectives of a rank are complete and in a valid order."""
-        stages = self.graph.layout.stages_of(rank)
+        stages = self.graph.layout.stages_on_rank(rank)
         trained = [
             s for s in stages if self.plan.training and self.graph.layout.stages[s].trainable
         ]

@@ -29,7 +29,7 @@ def dependencies(graph: StageGraph, action: Action, done: dict[tuple[str, Task],
         return [("F", graph.producer(m)) for m in graph.incoming(task)]
     if action.type is W:
         return [("gradient", task)]
-    consumers = [graph.consumer(m) for m in graph.outgoing(task) if graph.carries_gradient(m)]
+    consumers = [graph.consumer(m) for m in graph.outgoing(task) if graph.sends_gradient(m)]
     return [("F", task), *(("gradient", c) for c in consumers)]
 
 
@@ -90,7 +90,7 @@ def assert_complete(graph: StageGraph, order: ComputeOrder, *, split: bool = Fal
     for task in graph.tasks():
         kinds = "F"
         if graph.needs_backward(task.stage, task.microbatch):
-            passed_on = any(graph.carries_gradient(message) for message in graph.incoming(task))
+            passed_on = any(graph.sends_gradient(message) for message in graph.incoming(task))
             trained = graph.layout.stages[task.stage].trainable
             kinds += ("IW" if trained else "I") if split and passed_on else "B"
         expected += [(graph.rank(task), kind, *task) for kind in kinds]

@@ -32,7 +32,7 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 
 UNIT = {F: 1.0, B: 2.0, I: 1.0, W: 1.0}
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 10)

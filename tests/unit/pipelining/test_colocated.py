@@ -12,7 +12,7 @@ from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.schedules.classic import forward_only, gpipe
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout, encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.pipelining.schedules.separated import separated
 
 
@@ -22,8 +22,8 @@ def modules(trained: dict[str, bool] | None = None, tied: bool = False) -> list[
     def module(name: str, kind: str, layers: int, **others) -> ModuleLayers:
         is_trained = flags[name]
         return ModuleLayers(
-            name, kind, (1.0,) * layers, trainable=(is_trained,) * layers, pre_trainable=is_trained,
-            post_trainable=is_trained, **others,
+            name, kind, (1.0,) * layers, trainable=(is_trained,) * layers,
+            embedding_trainable=is_trained, head_trainable=is_trained, **others,
         )  # fmt: skip
 
     return [

@@ -5,7 +5,7 @@ import pytest
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout, StageSpec
-from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout, separated_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
@@ -55,8 +55,8 @@ def test_ranks_have_every_stage_and_weight_once(layout: StageLayout) -> None:
     names: list[str] = []
     for rank in range(layout.rank_count):
         rank_model = model()
-        stages = cut_for_rank(rank_model, layout, rank)
-        assert tuple(stages) == layout.stages_of(rank)
+        stages = split_model_for_rank(rank_model, layout, rank)
+        assert tuple(stages) == layout.stages_on_rank(rank)
         for index, stage in stages.items():
             spec = layout.stages[index]
             assert stage.name == spec.module
@@ -79,4 +79,4 @@ def test_ranks_have_every_stage_and_weight_once(layout: StageLayout) -> None:
 def test_layouts_of_different_models_are_rejected(stages: tuple, message: str) -> None:
     specs = (StageSpec(i, *stage, (0,)) for i, stage in enumerate(stages))
     with pytest.raises(ValueError, match=message):
-        cut_for_rank(model(), StageLayout(tuple(specs), ()), 0)
+        split_model_for_rank(model(), StageLayout(tuple(specs), ()), 0)

@@ -16,8 +16,8 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
 from torchmm.pipelining.schedules.disaggregated import (
-    UnitSize,
-    deal_tasks,
+    ModuleGroupSize,
+    assign_replicas,
     disaggregated_layout,
     disaggregated_order,
 )
@@ -27,15 +27,29 @@ F, B = ActionType.F, ActionType.B
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
 UNITS = {
     "vision": [
-        {"vision": UnitSize(1, 3), "llm": UnitSize(2, 2)},
-        {"vision": UnitSize(2, 1), "llm": UnitSize(1, 4)},
-        {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)},
-        {"vision": UnitSize(2, 5), "llm": UnitSize(3, 3)},
+        {"vision": ModuleGroupSize(1, 3), "llm": ModuleGroupSize(2, 2)},
+        {"vision": ModuleGroupSize(2, 1), "llm": ModuleGroupSize(1, 4)},
+        {"vision": ModuleGroupSize(1, 1), "llm": ModuleGroupSize(1, 1)},
+        {"vision": ModuleGroupSize(2, 5), "llm": ModuleGroupSize(3, 3)},
     ],
-    "two encoders": [{"vision": UnitSize(2, 2), "audio": UnitSize(1, 3), "llm": UnitSize(2, 1)}],
+    "two encoders": [
+        {
+            "vision": ModuleGroupSize(2, 2),
+            "audio": ModuleGroupSize(1, 3),
+            "llm": ModuleGroupSize(2, 1),
+        }
+    ],
     "generator": [
-        {"vision": UnitSize(2, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)},
-        {"vision": UnitSize(1, 2), "llm": UnitSize(2, 2), "generator": UnitSize(2, 3)},
+        {
+            "vision": ModuleGroupSize(2, 1),
+            "llm": ModuleGroupSize(2, 1),
+            "generator": ModuleGroupSize(1, 1),
+        },
+        {
+            "vision": ModuleGroupSize(1, 2),
+            "llm": ModuleGroupSize(2, 2),
+            "generator": ModuleGroupSize(2, 3),
+        },
     ],
 }
 
@@ -51,7 +65,7 @@ def graphs() -> Iterator[StageGraph]:
                 layout = disaggregated_layout(modules, units)
                 microbatches = 6 * units["llm"].replicas
                 for graph in steps(layout, microbatches, seed=len(units)):
-                    yield deal_tasks(graph)
+                    yield assign_replicas(graph)
 
 
 def test_disaggregated_modules_share_no_rank() -> None:
@@ -89,7 +103,7 @@ def test_virtual_stages_of_disaggregated_llm_are_valid(name: str) -> None:
             for modules in freeze_cases(MODELS[model]).values():
                 layout = disaggregated_layout(modules, units, {"llm": 2})
                 for graph in steps(layout, 6 * units["llm"].replicas, seed=3):
-                    graph_ = deal_tasks(graph)
+                    graph_ = assign_replicas(graph)
                     order = disaggregated_order(graph_, schedule)
                     simulate_order(graph_, order, lambda action: 1.0)
                     plan = lower_plan(order, graph_, {}, sharding="step")
@@ -100,13 +114,17 @@ def test_virtual_stages_of_disaggregated_llm_are_valid(name: str) -> None:
 def test_virtual_stages_shorten_disaggregated_step(generator: int) -> None:
     """Check that two stages per rank halve the bubble of 4 LLM ranks."""
     modules = MODELS["generator"] if generator else MODELS["vision"]
-    units = {"vision": UnitSize(1, 1), "llm": UnitSize(4, 1), "generator": UnitSize(1, 1)}
+    units = {
+        "vision": ModuleGroupSize(1, 1),
+        "llm": ModuleGroupSize(4, 1),
+        "generator": ModuleGroupSize(1, 1),
+    }
     units = {module.name: units[module.name] for module in modules}
     spans = []
     for stages, schedule in ((1, one_f_one_b), (2, interleaved_1f1b)):
         layout = disaggregated_layout(modules, units, {"llm": stages})
         parts = {name: (1,) * 16 for name in units if name != "llm"}
-        graph = deal_tasks(StageGraph(layout, 16, parts))
+        graph = assign_replicas(StageGraph(layout, 16, parts))
         llm = [stage.module == "llm" for stage in layout.stages]
         order = disaggregated_order(graph, schedule)
         spans.append(makespan(simulate_order(graph, order, partial(_duration, llm, stages))))
@@ -122,9 +140,9 @@ def _duration(llm: list[bool], stages: int, action: Action) -> float:
 def test_deadlock_of_order_is_reported() -> None:
     """Use an encoder that waits for a gradient before it computes an input of the LLM."""
     layout = disaggregated_layout(
-        MODELS["vision"], {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)}
+        MODELS["vision"], {"vision": ModuleGroupSize(1, 1), "llm": ModuleGroupSize(1, 1)}
     )
-    graph = deal_tasks(StageGraph(layout, 2, {"vision": (1, 1)}))
+    graph = assign_replicas(StageGraph(layout, 2, {"vision": (1, 1)}))
     vision = tuple(Action(kind, 0, m) for m in (0, 1) for kind in (F, B))
     llm = tuple(Action(kind, 1, m) for kind in (F, B) for m in (0, 1))
     report = validate_plan(lower_plan((vision, llm), graph, {}))
@@ -134,18 +152,18 @@ def test_deadlock_of_order_is_reported() -> None:
 def test_ranks_limit_microbatches_in_flight() -> None:
     """Use uniform microbatches: the bound of 1F1B over a pipeline of 2 + 3 ranks applies."""
     layout = disaggregated_layout(
-        MODELS["vision"], {"vision": UnitSize(2, 1), "llm": UnitSize(3, 1)}
+        MODELS["vision"], {"vision": ModuleGroupSize(2, 1), "llm": ModuleGroupSize(3, 1)}
     )
-    graph = deal_tasks(StageGraph(layout, 9, {"vision": (1,) * 9}))
+    graph = assign_replicas(StageGraph(layout, 9, {"vision": (1,) * 9}))
     assert peaks(disaggregated_order(graph, one_f_one_b)) == [5, 4, 3, 2, 1]
 
 
 def test_fast_encoders_keep_the_llm_busy() -> None:
     """Use 3 encoder replicas for 2 LLM replicas, and encoder tasks of a third of the LLM time."""
     layout = disaggregated_layout(
-        MODELS["vision"], {"vision": UnitSize(1, 3), "llm": UnitSize(1, 2)}
+        MODELS["vision"], {"vision": ModuleGroupSize(1, 3), "llm": ModuleGroupSize(1, 2)}
     )
-    graph = deal_tasks(StageGraph(layout, 12, {"vision": (1,) * 12}))
+    graph = assign_replicas(StageGraph(layout, 12, {"vision": (1,) * 12}))
     module = [stage.module for stage in layout.stages]
     records = simulate_order(
         graph,
@@ -160,13 +178,13 @@ def test_fast_encoders_keep_the_llm_busy() -> None:
 @pytest.mark.parametrize(("encoders", "generators"), [(8, 0), (5, 0), (4, 4), (1, 6)])
 def test_many_replicas_keep_one_llm_busy(encoders: int, generators: int) -> None:
     """Use task times that are proportional to the number of replicas of a module."""
-    units = {"vision": UnitSize(1, encoders), "llm": UnitSize(1, 1)}
+    units = {"vision": ModuleGroupSize(1, encoders), "llm": ModuleGroupSize(1, 1)}
     if generators:
-        units["generator"] = UnitSize(1, generators)
+        units["generator"] = ModuleGroupSize(1, generators)
     modules = MODELS["generator" if generators else "vision"]
     layout = disaggregated_layout(modules, units)
     parts = {name: (1,) * 48 for name in units if name != "llm"}
-    graph = deal_tasks(StageGraph(layout, 48, parts))
+    graph = assign_replicas(StageGraph(layout, 48, parts))
     times = [
         {"vision": encoders, "llm": 1, "generator": generators}[s.module] for s in layout.stages
     ]
@@ -182,11 +200,15 @@ def test_many_replicas_keep_one_llm_busy(encoders: int, generators: int) -> None
 def test_tasks_are_assigned_evenly_in_order() -> None:
     layout = disaggregated_layout(
         MODELS["generator"],
-        {"vision": UnitSize(2, 3), "llm": UnitSize(1, 2), "generator": UnitSize(1, 3)},
+        {
+            "vision": ModuleGroupSize(2, 3),
+            "llm": ModuleGroupSize(1, 2),
+            "generator": ModuleGroupSize(1, 3),
+        },
     )
     images = (3, 0, 1, 2, 5, 1, 0, 4)
     costs = {0: 4.0, 1: 7.0, 2: 1.0}
-    graph = deal_tasks(
+    graph = assign_replicas(
         StageGraph(layout, 8, {"vision": images, "generator": (1,) * 8}),
         lambda action: costs[action.sub_microbatch % 3],
     )
@@ -212,7 +234,7 @@ def test_frozen_modules_send_no_gradients() -> None:
     }
     for modules, senders in senders_by_modules.items():
         layout = disaggregated_layout(modules, units)
-        graph = deal_tasks(StageGraph(layout, 4, {"vision": (1,) * 4, "generator": (2,) * 4}))
+        graph = assign_replicas(StageGraph(layout, 4, {"vision": (1,) * 4, "generator": (2,) * 4}))
         order = disaggregated_order(graph, one_f_one_b)
         plan = lower_plan(order, graph, {})
         actual = {
@@ -223,7 +245,7 @@ def test_frozen_modules_send_no_gradients() -> None:
             and layout.stages[action.stage].module != layout.stages[action.other].module
         }
         assert actual == senders
-        trained = {m.name for m in modules if m.pre_trainable}
+        trained = {m.name for m in modules if m.embedding_trainable}
         with_backward = {layout.stages[a.stage].module for row in order for a in row if a.type is B}
         order_ = ["vision", "llm", "generator"]
         assert with_backward == set(order_[min(order_.index(name) for name in trained) :])
@@ -232,13 +254,16 @@ def test_frozen_modules_send_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ({"vision": UnitSize(1, 1)}, "degrees of"),
-        ({"vision": UnitSize(9, 1), "llm": UnitSize(1, 1)}, "vision: 8 layers for 9 ranks"),
-        ({"vision": UnitSize(1, 0), "llm": UnitSize(1, 1)}, "in 0 replicas"),
+        ({"vision": ModuleGroupSize(1, 1)}, "degrees of"),
+        (
+            {"vision": ModuleGroupSize(9, 1), "llm": ModuleGroupSize(1, 1)},
+            "vision: 8 layers for 9 ranks",
+        ),
+        ({"vision": ModuleGroupSize(1, 0), "llm": ModuleGroupSize(1, 1)}, "in 0 replicas"),
     ],
 )
 def test_invalid_disaggregated_degrees_are_rejected(
-    units: dict[str, UnitSize], message: str
+    units: dict[str, ModuleGroupSize], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         disaggregated_layout(MODELS["vision"], units)
@@ -247,10 +272,14 @@ def test_invalid_disaggregated_degrees_are_rejected(
 def test_disaggregated_llm_stages_alternate_ranks() -> None:
     layout: StageLayout = disaggregated_layout(
         [VISION, AUDIO, LLM],
-        {"vision": UnitSize(2, 1), "audio": UnitSize(1, 1), "llm": UnitSize(2, 2)},
+        {
+            "vision": ModuleGroupSize(2, 1),
+            "audio": ModuleGroupSize(1, 1),
+            "llm": ModuleGroupSize(2, 2),
+        },
         {"llm": 2},
     )
     ranks = [stage.ranks for stage in layout.stages if stage.module == "llm"]
     assert ranks == [(3, 5), (4, 6), (3, 5), (4, 6)]
-    graph = deal_tasks(next(steps(layout, 4, seed=1)))
+    graph = assign_replicas(next(steps(layout, 4, seed=1)))
     validate_plan(lower_plan(separated(graph), graph, {})).raise_for_problems()

@@ -10,7 +10,7 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
+from torchmm.pipelining.view.timeline import analyze_timeline, simulate_order
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,7 +37,7 @@ def step(ranks, microbatches, modules=("vision", "llm")):
     for task in reversed(tasks):
         order[graph.rank(task)].append(Action(ActionType.B, *task))
     durations = {ActionType.F: 1.0, ActionType.B: 2.0}
-    return graph, uniform_timeline(order, graph, lambda action: durations[action.type])
+    return graph, simulate_order(order, graph, lambda action: durations[action.type])
 
 
 def boxes(group):
@@ -81,7 +81,7 @@ def test_idle_time_is_hatched_and_summed():
         assert idle_ms == pytest.approx(timeline.makespan_ms - timeline.busy_ms[rank], rel=1e-2)
     text = " ".join(t.text for t in root.iter(f"{SVG}text"))
     assert f"bubbles {100 * timeline.bubble_fraction:.1f} %" in text
-    assert f"DP reduce-scatter {100 * timeline.bubble_share['dp_reduce_scatter']:.1f} %" in text
+    assert f"DP reduce-scatter {100 * timeline.bubble_fractions['dp_reduce_scatter']:.1f} %" in text
     assert "idle: DP reduce-scatter" in text and "DP all-gather" not in text
 
 

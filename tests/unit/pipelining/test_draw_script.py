@@ -13,7 +13,7 @@ from installed import needs_extension
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.pipelining.view.records import write_records
 
 ROOT = Path(__file__).parents[3]

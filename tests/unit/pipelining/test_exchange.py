@@ -18,8 +18,8 @@ from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, zero_bubble
 from torchmm.pipelining.schedules.layouts import separated_layout
-from torchmm.pipelining.schedules.names import ORDERS, order_named, schedule_layout
-from torchmm.pipelining.view.exchange import (
+from torchmm.pipelining.schedules.registry import ORDERS, find_order, schedule_layout
+from torchmm.pipelining.view.file_formats import (
     read_order,
     write_chrome_trace,
     write_order,
@@ -39,7 +39,7 @@ def test_orders_survive_csv_files(name, tmp_path):
             order = ORDERS[name](graph)
             write_order(tmp_path / "order.csv", order, graph)
             assert read_order(tmp_path / "order.csv", graph) == order
-            again = order_named(f"csv:{tmp_path / 'order.csv'}")(graph)
+            again = find_order(f"csv:{tmp_path / 'order.csv'}")(graph)
             assert again == order
 
 

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchmm.parallel import activation
-from torchmm.parallel.host_inputs import Guest, HostInputs
+from torchmm.parallel.activation_offload import ActivationOffload, OffloadedActivation
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.run.step_state import StepState
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 
-CUTS = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
+CUTS = {
+    "vision": [StageSplit(n, (0,)) for n in (1, 3)],
+    "llm": [StageSplit(n, (0,)) for n in (2, 2)],
+}
 CASE = Case("offloaded", encoder="clip", recompute="auto", tied=False)
 ONE, SEVERAL = 1, 4
 """Seeds of steps with one and with several microbatches."""
@@ -34,27 +37,29 @@ class RecordingStreams:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
-        self.guests: list[Guest] = []
-        self.ahead: set[Guest] = set()
+        self.guests: list[OffloadedActivation] = []
+        self.ahead: set[OffloadedActivation] = set()
         """Copies on the device that no backward pass has used yet."""
         self.max_unused = 0
 
-    def send(self, tensor: Tensor) -> Guest:
+    def send(self, tensor: Tensor) -> OffloadedActivation:
         unused: Any = None
-        self.guests.append(Guest(tensor.detach().clone(), tensor.device, unused, unused))
+        self.guests.append(
+            OffloadedActivation(tensor.detach().clone(), tensor.device, unused, unused)
+        )
         self.events.append(("sent", self.guests[-1]))
         return self.guests[-1]
 
-    def let_go(self, guest: Guest) -> None:
+    def wait_for_offload(self, guest: OffloadedActivation) -> None:
         self.events.append(("released", guest))
 
-    def bring(self, guest: Guest) -> None:
-        guest.copy = guest.host.clone()
+    def bring(self, guest: OffloadedActivation) -> None:
+        guest.device_copy = guest.host_copy.clone()
         self.ahead.add(guest)
         self.max_unused = max(self.max_unused, len(self.ahead))
         self.events.append(("brought", guest))
 
-    def await_arrival(self, guest: Guest) -> None:
+    def wait_for_prefetch(self, guest: OffloadedActivation) -> None:
         self.ahead.remove(guest)
         self.events.append(("used", guest))
 
@@ -66,7 +71,9 @@ class RecordingStreams:
 def streams(monkeypatch) -> RecordingStreams:
     """Return the streams of all modules. Their events include computation."""
     streams_: Any = RecordingStreams()
-    monkeypatch.setattr(activation, "HostInputs", lambda: HostInputs(lambda device: streams_))
+    monkeypatch.setattr(
+        activation, "ActivationOffload", lambda: ActivationOffload(lambda device: streams_)
+    )
     compute = StepState._bringing
 
     def record_action(self, handler, action):
@@ -116,13 +123,13 @@ def test_offloaded_inputs_are_freed_after_forward(streams):
     def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         inputs.append(StorageWeakRef(arguments[0].untyped_storage()))
 
-    def look(guest: Guest) -> None:
+    def look(guest: OffloadedActivation) -> None:
         freed[:] = freed or [reference.expired() for reference in inputs]
 
     for index in (2, 3):
         for layer in stages[index].module.layers:
             layer.register_forward_pre_hook(note)
-    streams.await_arrival = look  # type: ignore[method-assign]
+    streams.wait_for_prefetch = look  # type: ignore[method-assign]
     recompute = {Task(2, 0): ("full", "offload"), Task(3, 0): ("offload", "offload")}
     PipelineRuntime(0, stages, None).step(replace(plan, recompute=recompute), batch)
     assert freed == [False, True, False, True], (
@@ -160,7 +167,7 @@ def waiting_backwards(streams: RecordingStreams) -> int:
     chosen = offloading(plan)
     PipelineRuntime(0, stages, None).step(chosen, batch)
     positions = {entry: place for place, entry in enumerate(streams.events)}
-    guests: dict[Task, list[Guest]] = {}
+    guests: dict[Task, list[OffloadedActivation]] = {}
     running = Action(ActionType.F, 0, 0)
     for what, of in streams.events:
         running = of if what == "begun" else running

@@ -15,7 +15,7 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.reductions import reduction_turns
 from torchmm.pipelining.schedules.classic import forward_only, gpipe, one_f_one_b
-from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
+from torchmm.pipelining.schedules.registry import ORDERS, schedule_layout
 
 T = ActionType
 SENDS, RECEIVES, WAITS = (T.SEND_F, T.SEND_B), (T.RECV_F, T.RECV_B), (T.WAIT_F, T.WAIT_B)

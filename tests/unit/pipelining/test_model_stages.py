@@ -27,11 +27,11 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import PipelineStage, StageOutput, make_stage
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 
 
 class CheckedStage(PipelineStage):
@@ -57,7 +57,7 @@ def built(
 ) -> tuple[MultimodalModel, dict[int, PipelineStage]]:
     """Return a model that is split for a pipeline of one rank, and its stages."""
     model = case.build(dtype)
-    modules = cut_for_rank(model, layout, 0)
+    modules = split_model_for_rank(model, layout, 0)
     for module in modules.values():
         apply_activation_checkpoint(module, case.recompute)
     materialize(model, "cpu")
@@ -85,7 +85,7 @@ def planned(case: Case, layout: StageLayout, seed: int, dtype: torch.dtype = tor
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_match_predicted_shapes_and_dtypes(kind, dtype):
     case = Case(kind, encoder=kind, tied=False)
-    cuts = {name: [Cut(1, (0,))] * LAYERS for name in (*case.kinds, "llm")}
+    cuts = {name: [StageSplit(1, (0,))] * LAYERS for name in (*case.kinds, "llm")}
     layout = build_layout(case.modules(), cuts)
     _, stages = built(case, layout, dtype)
     for seed in (1, 2, 4):
@@ -121,7 +121,7 @@ def test_random_stages_match_complete_model(kinds, freeze):
 
 def test_split_backward_of_tied_llm_is_correct():
     case = Case("tied", encoder="clip")
-    cuts = {"vision": [Cut(LAYERS, (0,))], "llm": [Cut(LAYERS, (0,))]}
+    cuts = {"vision": [StageSplit(LAYERS, (0,))], "llm": [StageSplit(LAYERS, (0,))]}
     layout = build_layout(case.modules(), cuts)
     model, stages = built(case, layout)
     reference = case.build()
@@ -144,7 +144,10 @@ def test_recomputation_repeats_dropout_masks(mode, split):
     gradients = []
     for recompute in ("none", mode):
         case = Case("dropout", encoder="clip", recompute=recompute, tied=False)
-        cuts = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
+        cuts = {
+            "vision": [StageSplit(n, (0,)) for n in (1, 3)],
+            "llm": [StageSplit(n, (0,)) for n in (2, 2)],
+        }
         layout = build_layout(case.modules(), cuts)
         model, stages = built(case, layout)
         for stage in stages.values():

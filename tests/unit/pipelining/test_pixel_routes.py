@@ -4,9 +4,9 @@ import pytest
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
-from torchmm.common.row_slices import step_shares
+from torchmm.common.sequence_slices import assign_step_images
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.run.pixels import pixel_routes, reading_stages
+from torchmm.pipelining.run.pixel_exchange import pixel_routes, reading_stages
 
 LAYOUT = StageLayout(
     (
@@ -63,7 +63,7 @@ def test_every_image_comes_from_one_rank(module, positions, read):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 40])
 def test_decoding_shares_are_complete_and_even(ranks):
-    shares = step_shares(metas(), "vision", ranks)
+    shares = assign_step_images(metas(), "vision", ranks)
     for microbatch, count in enumerate(IMAGES):
         assert [i for share in shares for i in share[microbatch]] == list(range(count))
     patches = [sum(4 + 3 * image for images in share for image in images) for share in shares]

@@ -9,9 +9,9 @@ from random_orders import random_order
 
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.schedules.colocated import colocated_layout, spread_replicas
+from torchmm.pipelining.plan.serialization import decode_plan, encode_plan
+from torchmm.pipelining.schedules.colocated import assign_round_robin, colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 
@@ -42,7 +42,7 @@ def test_replicas_survive_encoding():
     llm = ModuleLayers("llm", "llm", (1.0,) * 4)
     layout = colocated_layout([vision, llm], 2, slices={"vision": 2})
     graph = StageGraph(layout, 4, {"vision": (1, 2, 0, 1)})
-    assigned = spread_replicas(graph)
+    assigned = assign_round_robin(graph)
     plan = lower_plan(random_order(assigned, 0, 0.3), assigned, {}, sharding="step")
     assert len(set(plan.graph.replica.values())) > 1
     assert decode_plan(encode_plan(plan), graph, lambda graph: {}) == plan

@@ -10,15 +10,18 @@ from test_model_stages import built, drop, planned
 from torch import nn
 
 from torchmm.models.layers.attention import Segments
-from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
-from torchmm.parallel.compilation import MOST_GRAPHS, Compilation
+from torchmm.parallel.activation import apply_activation_checkpoint, set_recompute_modes
+from torchmm.parallel.compilation import MAX_GRAPHS, Compilation
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import PipelineRuntime
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 
-CUTS = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
+CUTS = {
+    "vision": [StageSplit(n, (0,)) for n in (1, 3)],
+    "llm": [StageSplit(n, (0,)) for n in (2, 2)],
+}
 ONE = 1
 """Seed of a step with one microbatch."""
 MODES = ("none", "selective", "full", "offload")
@@ -115,7 +118,7 @@ def test_invalid_recomputation_choices_are_rejected():
     forwards = replace(plan, recompute={Task(2, 0): ("none", "full")}, training=False)
     assert "recompute" in {p.kind for p in validate_plan(forwards).problems}
     with pytest.raises(ValueError, match="1 recomputation modes for 2 layers of llm"):
-        set_layer_modes(stages[2].module, ["none"])
+        set_recompute_modes(stages[2].module, ["none"])
     _, fixed = built(replace(case, recompute="none"), layout)
     with pytest.raises(ValueError, match='mode = "auto"'):
         PipelineRuntime(0, fixed, None).step(with_random_modes(plan, 1), batch)
@@ -178,7 +181,7 @@ def test_compiled_layers_support_modes_with_few_graphs():
     kinds = {f"layers like 0 of {name}" for name in ("vision", "llm")}
     graph_kinds = {g.kind for g in graphs}
     assert kinds < graph_kinds <= kinds | {f"{kind}, selective" for kind in kinds}
-    assert max(g.number for g in graphs) <= MOST_GRAPHS
+    assert max(g.number for g in graphs) <= MAX_GRAPHS
 
 
 @pytest.mark.slow
@@ -195,7 +198,7 @@ def test_recomputed_compiled_layers_save_no_tensors():
     excluded = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     kept = {}
     for mode in MODES:
-        set_layer_modes(stages[2].module, [mode, "none"])
+        set_recompute_modes(stages[2].module, [mode, "none"])
         output = layer(hidden, position_embeddings=rotary, cu_seq_lens_q=segments)
         kept[mode] = saved_bytes(output, excluded)
         output.sum().backward()

@@ -8,7 +8,7 @@ from module_cases import MODELS, freeze_cases, steps
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.classic import forward_only
-from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
+from torchmm.pipelining.schedules.registry import ORDERS, schedule_layout
 
 
 @pytest.mark.parametrize("name", ORDERS)

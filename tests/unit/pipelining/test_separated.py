@@ -28,7 +28,7 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.pipelining.schedules.separated import layer_durations, separated
 
 

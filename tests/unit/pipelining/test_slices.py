@@ -7,17 +7,17 @@ import pytest
 import torch
 from pipeline_cases import KINDS, Case, step_of
 
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import TensorSpec
-from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorRanks
+from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorParallelism
 from torchmm.pipelining.plan.transfers import transfers
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import channel_pairs, channel_streams
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_layout
+from torchmm.pipelining.schedules.disaggregated import ModuleGroupSize, disaggregated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.schedules.separated import separated
 
@@ -28,81 +28,83 @@ MODULES = [
 ]
 
 
-def layout(vision: TensorRanks, llm: TensorRanks) -> StageLayout:
+def layout(vision: TensorParallelism, llm: TensorParallelism) -> StageLayout:
     """Return a layout with two stages per module on two ranks."""
     layout_ = separated_layout(MODULES, 2, {"llm": 1})
     assert [s.module for s in layout_.stages] == ["vision"] * 2 + ["llm"] * 2
-    return replace(layout_, tensor={"vision": vision, "llm": llm})
+    return replace(layout_, tensor_parallel={"vision": vision, "llm": llm})
 
 
 def test_stages_of_a_module_send_local_slices():
-    local = TensorRanks(4, sends_slices=True, keeps_slices=True)
-    slices = layout(local, local).slices(2, 3, stays=False)
+    local = TensorParallelism(4, sends_token_slices=True, is_sequence_sharded=True)
+    slices = layout(local, local).slices(2, 3, same_rank=False)
     assert slices.hidden == Slices(4, 4, gathered=False)
-    assert slices.others == Slices(4, 4), "later layers need complete features"
-    assert layout(local, local).slices(2, 3, stays=True) == (Slices(4, 4, gathered=False), None)
+    assert slices.additional == Slices(4, 4), "later layers need complete features"
+    assert layout(local, local).slices(2, 3, same_rank=True) == (Slices(4, 4, gathered=False), None)
 
 
 def test_sent_slices_are_gathered_if_needed():
-    local = TensorRanks(4, sends_slices=True, keeps_slices=True)
-    complete = TensorRanks(4, sends_slices=True)
-    assert layout(local, local).slices(1, 2, stays=False) == (Slices(4, 4), Slices(4, 4))
-    assert layout(local, local).slices(1, 2, stays=True) == UNSLICED
-    assert layout(complete, local).slices(0, 1, stays=False) == (Slices(4, 4), Slices(4, 4))
+    local = TensorParallelism(4, sends_token_slices=True, is_sequence_sharded=True)
+    complete = TensorParallelism(4, sends_token_slices=True)
+    assert layout(local, local).slices(1, 2, same_rank=False) == (Slices(4, 4), Slices(4, 4))
+    assert layout(local, local).slices(1, 2, same_rank=True) == UNSLICED
+    assert layout(complete, local).slices(0, 1, same_rank=False) == (Slices(4, 4), Slices(4, 4))
 
 
 def test_slices_follow_group_sizes():
-    small, large = (TensorRanks(size, True, True) for size in (2, 8))
-    assert layout(small, large).slices(1, 2, stays=False).others == Slices(2, 8)
+    small, large = (TensorParallelism(size, True, True) for size in (2, 8))
+    assert layout(small, large).slices(1, 2, same_rank=False).additional == Slices(2, 8)
     spec = TensorSpec((13, 6), torch.float32, slices=Slices(2, 8))
-    assert spec.on_rank(source=True).shape == (8, 6)
-    assert spec.on_rank(source=False).shape == (2, 6)
-    assert spec.on_rank(source=True) == spec._replace(shape=(8, 6), slices=None)
+    assert spec.local_spec(source=True).shape == (8, 6)
+    assert spec.local_spec(source=False).shape == (2, 6)
+    assert spec.local_spec(source=True) == spec._replace(shape=(8, 6), slices=None)
 
 
 def test_messages_are_unsliced_without_sequence_parallelism():
-    split = TensorRanks(4)
+    split = TensorParallelism(4)
     layout_ = layout(split, split)
-    assert {layout_.slices(*edge, stays=stays) for edge in layout_.edges for stays in (0, 1)} == {
-        UNSLICED
-    }
-    single = TensorRanks(1, sends_slices=True, keeps_slices=True)
-    assert layout(single, single).slices(2, 3, stays=False) == UNSLICED
+    assert {
+        layout_.slices(*edge, same_rank=stays) for edge in layout_.edges for stays in (0, 1)
+    } == {UNSLICED}
+    single = TensorParallelism(1, sends_token_slices=True, is_sequence_sharded=True)
+    assert layout(single, single).slices(2, 3, same_rank=False) == UNSLICED
 
 
 def test_channels_between_different_groups_have_several_streams():
-    equal_groups = layout(TensorRanks(4), TensorRanks(4))
+    equal_groups = layout(TensorParallelism(4), TensorParallelism(4))
     assert channel_streams(equal_groups) == channel_pairs(equal_groups)
     disaggregated = replace(
-        disaggregated_layout(MODULES, {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)}, {}),
-        tensor={"vision": TensorRanks(1), "llm": TensorRanks(4)},
+        disaggregated_layout(
+            MODULES, {"vision": ModuleGroupSize(1, 1), "llm": ModuleGroupSize(1, 1)}, {}
+        ),
+        tensor_parallel={"vision": TensorParallelism(1), "llm": TensorParallelism(4)},
     )
     assert channel_streams(disaggregated) == [(0, 1)] * 4 + [(1, 0)] * 4
 
 
-def mirrored(ranks: TensorRanks) -> StageGraph:
+def mirrored(ranks: TensorParallelism) -> StageGraph:
     """Return a step with encoders on one rank each and an LLM on two ranks."""
-    layout_ = replace(colocated_layout(MODULES, 2, mirrors=2), tensor={
+    layout_ = replace(colocated_layout(MODULES, 2, mirrors=2), tensor_parallel={
         "vision": ranks._replace(size=1), "llm": ranks._replace(size=2),
     })  # fmt: skip
     return StageGraph(layout_, 1, {"vision": (1,)})
 
 
 def test_mirrors_receive_slices_and_return_gradients():
-    graph = mirrored(TensorRanks(2, True, True))
+    graph = mirrored(TensorParallelism(2, True, True))
     first, *_ = [s.index for s in graph.layout.stages if s.module == "llm"]
-    entries = graph.layout.mirrored[first]
+    entries = graph.layout.mirror_stages[first]
     assert len(entries) == 2
     for entry in entries:
         message = Message(0, entry, 0)
         assert graph.slices(message) == (Slices(2, 2), Slices(2, 2)), (
             "messages within a rank are not sliced"
         )
-        assert graph.carries_gradient(message)
-    assert {graph.layout.group_size(stage.index) for stage in graph.layout.stages} == {1}
+        assert graph.sends_gradient(message)
+    assert {graph.layout.tensor_group_size(stage.index) for stage in graph.layout.stages} == {1}
     assert channel_streams(graph.layout) == channel_pairs(graph.layout)
-    unsliced = mirrored(TensorRanks(2))
-    assert [unsliced.carries_gradient(Message(0, entry, 0)) for entry in entries] == [True, False]
+    unsliced = mirrored(TensorParallelism(2))
+    assert [unsliced.sends_gradient(Message(0, entry, 0)) for entry in entries] == [True, False]
     assert {unsliced.slices(Message(0, entry, 0)) for entry in entries} == {UNSLICED}
 
 
@@ -127,7 +129,7 @@ def test_ranks_send_every_row_once(encoder):
                 assert spec == expected
                 continue
             sliced_count += 1
-            total = 2 * prod(spec.on_rank(source=True).shape)
+            total = 2 * prod(spec.local_spec(source=True).shape)
             padding = prod(spec.shape[:-2]) * spec.shape[-1]
             assert prod(spec.shape) <= total <= prod(spec.shape) + padding
     assert sliced_count
@@ -142,14 +144,14 @@ def test_memory_of_plan_uses_slices():
     specs = message_specs(graph, by_name, [m.meta for m in batch], torch.float32)
     plan = lower_plan(separated(graph), graph, specs)
     validate_plan(plan).raise_for_problems()
-    book = RuleBook(plan)
+    book = PlanRules(plan)
     counted = 0
     for transfer in transfers(graph):
         if transfer.source == transfer.destination:
             continue
         send, _, receive, _ = transfer.actions()
         moved = [s for s in specs[transfer.message] if s.requires_grad or not transfer.backward]
-        expected = sum(spec.on_rank(source=not transfer.backward).nbytes for spec in moved)
+        expected = sum(spec.local_spec(source=not transfer.backward).nbytes for spec in moved)
         assert book.rules[transfer.source][send].allocates == expected
         assert book.rules[transfer.destination][receive].allocates == expected
         assert expected < 0.6 * sum(spec.nbytes for spec in moved)

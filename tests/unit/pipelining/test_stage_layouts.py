@@ -10,15 +10,15 @@ import pytest
 from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, frozen, with_frozen_layers
 
 from torchmm.pipelining.schedules.layouts import (
-    Cut,
     ModuleLayers,
-    balanced_cuts,
+    StageSplit,
+    balanced_split,
     build_layout,
     megatron_balanced_layout,
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.names import ORDERS, order_named, schedule_layout
+from torchmm.pipelining.schedules.registry import ORDERS, find_order, schedule_layout
 
 TIED = ModuleLayers("llm", "llm", (1.0,) * 8, tied=True)
 
@@ -39,7 +39,7 @@ def sizes(layout, module):
 def test_split_of_published_model_matches_paper():
     """Compare with PipeWeaver, section 2.2: 6.75 ms and 10.5 ms layers give a spread of 16.7 %."""
     costs = [6.75] * 64 + [10.5] * 64
-    stages = sums(costs, balanced_cuts(costs, 16))
+    stages = sums(costs, balanced_split(costs, 16))
     assert (min(stages), max(stages)) == (63.0, 73.5)
     assert round(100 * (max(stages) / min(stages) - 1), 1) == 16.7
 
@@ -61,7 +61,7 @@ def test_balanced_splits_are_optimal(seed):
             for inner in combinations(range(1, layers), parts - 1)
             for stage_costs in [sums(costs, [b - a for a, b in pairwise((0, *inner, layers))])]
         )
-        split = balanced_cuts(costs, parts, loads)
+        split = balanced_split(costs, parts, loads)
         assert min(split) >= 1
         assert sum(split) == layers
         stage_costs = sums(costs, split)
@@ -70,12 +70,12 @@ def test_balanced_splits_are_optimal(seed):
 
 
 def test_layers_without_cost_are_distributed_evenly():
-    assert sorted(balanced_cuts([0.0] * 10, 4, [5e12, 1.0, 0.0, 0.0])) == [2, 2, 3, 3]
+    assert sorted(balanced_split([0.0] * 10, 4, [5e12, 1.0, 0.0, 0.0])) == [2, 2, 3, 3]
 
 
 def test_more_parts_never_increase_the_maximum():
     costs = [float(i % 7 + i % 3) for i in range(40)]
-    largest = [max(sums(costs, balanced_cuts(costs, parts))) for parts in range(1, 41)]
+    largest = [max(sums(costs, balanced_split(costs, parts))) for parts in range(1, 41)]
     assert largest == sorted(largest, reverse=True)
     assert largest[-1] == max(costs)
 
@@ -90,7 +90,7 @@ def test_more_parts_never_increase_the_maximum():
 )
 def test_invalid_splits_are_rejected(costs, parts, match):
     with pytest.raises(ValueError, match=match):
-        balanced_cuts(costs, parts)
+        balanced_split(costs, parts)
 
 
 def test_separated_segments_use_all_ranks():
@@ -109,7 +109,7 @@ def test_remaining_layers_go_to_least_loaded_ranks():
     assert sizes(layout, "vision") == [15, 16, 16, 16]
     assert sorted(sizes(layout, "llm")) == [7, 7, 8, 8]
     assert sizes(layout, "llm")[0] == 8
-    headed = ModuleLayers("llm", "llm", (1.0,) * 16, pre_cost=0.5, post_cost=4.0)
+    headed = ModuleLayers("llm", "llm", (1.0,) * 16, embedding_cost=0.5, head_cost=4.0)
     assert sizes(separated_layout([headed], 4), "llm") == [5, 5, 5, 1]
 
 
@@ -147,7 +147,7 @@ def test_megatron_attaches_modules_to_llm_ends():
 
 
 def test_megatron_balanced_splits_the_single_pipeline():
-    layout = megatron_balanced_layout([VISION, AUDIO, replace(LLM, post_cost=0.0)], 4)
+    layout = megatron_balanced_layout([VISION, AUDIO, replace(LLM, head_cost=0.0)], 4)
     costs = {m.name: m.costs[0] for m in (VISION, AUDIO, LLM)}
     loads = [
         sum(
@@ -166,10 +166,10 @@ def test_megatron_balanced_splits_the_single_pipeline():
 
 
 def test_stages_are_trainable_by_layer():
-    partly = replace(LLM, trainable=(False,) * 12 + (True,) * 4, pre_trainable=False)
+    partly = replace(LLM, trainable=(False,) * 12 + (True,) * 4, embedding_trainable=False)
     layout = separated_layout([with_frozen_layers(VISION), partly], 4)
     assert [s.trainable for s in layout.stages] == [False] * 3 + [True] + [False] * 3 + [True]
-    layout = separated_layout([frozen(VISION), replace(partly, pre_trainable=True)], 4)
+    layout = separated_layout([frozen(VISION), replace(partly, embedding_trainable=True)], 4)
     assert [s.trainable for s in layout.stages] == [False] * 4 + [True, False, False, True]
 
 
@@ -184,13 +184,16 @@ def test_tied_ends_must_be_on_different_ranks():
     with pytest.raises(ValueError, match=r"stages 0 and 1, which contain them, .* on rank 0"):
         separated_layout([TIED], 1, {"llm": 2})
     with pytest.raises(ValueError, match="stages 0 and 3"):
-        build_layout([TIED], {"llm": [Cut(2, (rank,)) for rank in (0, 1, 1, 0)]})
+        build_layout([TIED], {"llm": [StageSplit(2, (rank,)) for rank in (0, 1, 1, 0)]})
 
 
 def test_explicit_splits_are_used():
     layout = build_layout(
         [VISION, LLM],
-        {"vision": [Cut(3, (2, 3)), Cut(5, (2, 3))], "llm": [Cut(9, (0,)), Cut(7, (1,))]},
+        {
+            "vision": [StageSplit(3, (2, 3)), StageSplit(5, (2, 3))],
+            "llm": [StageSplit(9, (0,)), StageSplit(7, (1,))],
+        },
     )
     assert ranges(layout, "vision") == [(0, 3), (3, 8)]
     assert ranges(layout, "llm") == [(0, 9), (9, 16)]
@@ -211,7 +214,7 @@ def test_explicit_splits_are_used():
 )
 def test_mismatched_splits_are_rejected(cuts, match):
     with pytest.raises(ValueError, match=match):
-        build_layout([LLM], {m: [Cut(n, (rank,)) for n, rank in c] for m, c in cuts.items()})
+        build_layout([LLM], {m: [StageSplit(n, (rank,)) for n, rank in c] for m, c in cuts.items()})
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_mismatched_splits_are_rejected(cuts, match):
             "1f1b with 2 virtual stages per rank supports only 1; use interleaved_1f1b",
         ),
         (
-            lambda: order_named("1f2b"),
+            lambda: find_order("1f2b"),
             "unknown schedule '1f2b'; use one of gpipe, 1f1b, .*csv:PATH",
         ),
     ],

@@ -8,7 +8,7 @@ import pytest
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
-from torchmm.pipelining.view.timeline import BUBBLE_CLASSES, analyze_timeline, uniform_timeline
+from torchmm.pipelining.view.timeline import BUBBLE_CLASSES, analyze_timeline, simulate_order
 
 F, B, I, W = ActionType.F, ActionType.B, ActionType.I, ActionType.W  # noqa: E741
 
@@ -52,7 +52,7 @@ def record(rank, kind, start_ms, end_ms, stage=None, microbatch=0):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (4, 2), (4, 4), (4, 9)])
 def test_1f1b_has_known_makespan_and_bubbles(ranks, microbatches):
     graph = StageGraph(chain(ranks), microbatches)
-    records = uniform_timeline(one_f_one_b(ranks, microbatches), graph, forward_2_backward_3)
+    records = simulate_order(one_f_one_b(ranks, microbatches), graph, forward_2_backward_3)
     timeline = analyze_timeline(records, graph.layout)
     assert timeline.makespan_ms == (microbatches + ranks - 1) * 5
     assert timeline.bubble_fraction == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
@@ -67,7 +67,7 @@ def test_transfers_delay_only_dependent_ranks():
         [Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)],
         [Action(F, 2, 0), Action(B, 2, 0)],
     ]
-    records = uniform_timeline(order, graph, forward_2_backward_3, transfer_ms=10)
+    records = simulate_order(order, graph, forward_2_backward_3, transfer_ms=10)
     times = {str(r.action): (r.start_ms, r.end_ms) for r in records}
     assert times == {
         "0F0": (0, 2),
@@ -86,10 +86,10 @@ def test_llm_waits_for_all_sub_microbatches():
     last = [Action(F, 2, 0), Action(B, 2, 0), Action(F, 2, 1), Action(B, 2, 1)]
     start = {
         str(r.action): r.start_ms
-        for r in uniform_timeline([parts + llm, last], graph, lambda action: 1.0)
+        for r in simulate_order([parts + llm, last], graph, lambda action: 1.0)
     }
     assert start["1F0"] == 3
-    first = uniform_timeline([[llm[1], *parts, llm[0], *llm[2:]], last], graph, lambda action: 1.0)
+    first = simulate_order([[llm[1], *parts, llm[0], *llm[2:]], last], graph, lambda action: 1.0)
     assert next(r for r in first if r.action == llm[1]).start_ms == 0
 
 
@@ -100,7 +100,7 @@ def test_weight_backward_delays_no_other_rank():
         [Action(F, 1, 0), Action(I, 1, 0), Action(W, 1, 0)],
     ]
     times = {
-        str(r.action): (r.start_ms, r.end_ms) for r in uniform_timeline(order, graph, lambda a: 1.0)
+        str(r.action): (r.start_ms, r.end_ms) for r in simulate_order(order, graph, lambda a: 1.0)
     }
     assert times["0B0"] == times["1W0"] == (3, 4)
 
@@ -115,7 +115,7 @@ def test_weight_backward_delays_no_other_rank():
 )
 def test_deadlocked_orders_are_rejected(order, waiting):
     with pytest.raises(ValueError, match=waiting):
-        uniform_timeline(order, StageGraph(chain(2), 1), lambda action: 1.0)
+        simulate_order(order, StageGraph(chain(2), 1), lambda action: 1.0)
 
 
 def test_exposed_collectives_are_separate_bubbles():

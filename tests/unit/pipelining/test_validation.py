@@ -9,8 +9,8 @@ from naive_execution import execution_failure
 from naive_memory import naive_memory
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.common.errors import LISTED, PlanError
-from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
+from torchmm.common.errors import MAX_LISTED, PlanError
+from torchmm.pipelining.checks.rules import MemoryModel, PlanRules
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
@@ -363,7 +363,7 @@ def found_nothing(plan) -> bool:
 
 def peaks(plan, model):
     """Return the peak of allocated bytes per rank, with the position of the action."""
-    book = RuleBook(plan)
+    book = PlanRules(plan)
     problems_of = []
     for rank, program in enumerate(plan.actions):
         used, usage = 0, []
@@ -404,7 +404,7 @@ def test_memory_is_freed_at_the_end():
     plan = lower_plan((tuple(Action(t, 0, m) for t, m in actions),), graph, {})
     assert validate_plan(plan).problems == ()
     assert peaks(plan, model) == [(33, 3)]
-    split = replace(model, kept_for_weights_bytes=lambda task: 4)
+    split = replace(model, saved_for_weights_bytes=lambda task: 4)
     assert peaks(plan, split)[0][0] == 27
 
 
@@ -414,11 +414,11 @@ def test_problems_raise_one_error():
     with pytest.raises(PlanError) as caught:
         validate_plan(plan).raise_for_problems()
     error = caught.value
-    assert error.exit_code == 2 and len(error.problems) > LISTED
+    assert error.exit_code == 2 and len(error.problems) > MAX_LISTED
     lines = str(error).splitlines()
     assert lines[0] == f"{len(error.problems)} problems in the pipeline plan:"
-    assert len(lines) == LISTED + 2
-    assert lines[-1] == f"  ... and {len(error.problems) - LISTED} more"
+    assert len(lines) == MAX_LISTED + 2
+    assert lines[-1] == f"  ... and {len(error.problems) - MAX_LISTED} more"
     assert str(PlanError(["x"])) == "1 problem in the pipeline plan:\n  - x"
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from torchmm.common import extensions
-from torchmm.planning.choices import choose_arrangement, choose_segments, choose_sizes
-from torchmm.planning.resolved import resolve
+from torchmm.planning.choices import choose_data_balancing, choose_segments, choose_sizes
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
@@ -24,11 +24,11 @@ def no_extensions(monkeypatch):
 
 @pytest.mark.usefixtures("no_extensions")
 def test_auto_without_extension_is_none():
-    run = choose_arrangement(resolve(Recipe(), 1), None)
+    run = choose_data_balancing(resolve_recipe(Recipe(), 1), None)
     assert (run.recipe.data.reorder, run.recipe.data.balance) == ("none", "none")
     reason = f"none ({MISSING})"
     assert run.choices == {"data.reorder": reason, "data.balance": reason}
-    assert choose_arrangement(run, None) is run
+    assert choose_data_balancing(run, None) is run
     assert choose_sizes(run.recipe, 1) is run.recipe
     assert choose_segments(run, None, None, [], None) is run.recipe.parallel
 

@@ -14,13 +14,13 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import find_entry
 from torchmm.data.build import build_loader
 from torchmm.planning.first_step import training_samples
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.run_length import (
     checkpoint_bytes,
     estimate_pass_steps,
-    length_lines,
     lost_steps_warning,
-    with_steps_of_epochs,
+    resolve_epochs,
+    run_length_lines,
 )
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -70,8 +70,8 @@ def read(files: Path, run_dir: Path, **sections: Table) -> Recipe:
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0])
 def test_epochs_are_converted_to_steps(data, tmp_path, monkeypatch, epochs):
     recipe = read(data, tmp_path, training={"epochs": epochs}, metrics={"profile_step": 1})
-    model, tokenizer = build_meta_model(resolve(recipe, 1))
-    counted = with_steps_of_epochs(recipe, model, tokenizer).training
+    model, tokenizer = build_meta_model(resolve_recipe(recipe, 1))
+    counted = resolve_epochs(recipe, model, tokenizer).training
     loader = build_loader(
         recipe.data,
         recipe.training,
@@ -84,15 +84,15 @@ def test_epochs_are_converted_to_steps(data, tmp_path, monkeypatch, epochs):
     assert counted.epochs is None and passes[-1] >= epochs > max([0.0, *passes[:-1]])
     # Longer runs are extrapolated from the first steps.
     monkeypatch.setattr("torchmm.planning.run_length.EXACT_STEPS", max(1, counted.steps // 2))
-    estimated = with_steps_of_epochs(recipe, model, tokenizer).training.steps
+    estimated = resolve_epochs(recipe, model, tokenizer).training.steps
     assert abs(estimated - counted.steps) <= max(1, 0.2 * counted.steps)
 
 
 def test_keys_are_checked_against_steps_of_epochs(data, tmp_path):
     recipe = read(data, tmp_path, training={"epochs": 0.01}, optimizer={"warmup_steps": 50})
-    parts = build_meta_model(resolve(recipe, 1))
+    parts = build_meta_model(resolve_recipe(recipe, 1))
     with pytest.raises(ConfigError, match=r"epochs = 0.01 is 1 steps: optimizer.warmup_steps"):
-        with_steps_of_epochs(recipe, *parts)
+        resolve_epochs(recipe, *parts)
 
 
 def test_long_run_without_checkpoints_warns() -> None:
@@ -105,7 +105,7 @@ def test_long_run_without_checkpoints_warns() -> None:
 
 def test_checkpoint_size_includes_trained_states(data, tmp_path):
     recipe = read(data, tmp_path, training={"steps": 10}, freeze={"modules": ["vision"]})
-    model, tokenizer = build_meta_model(resolve(recipe, 1))
+    model, tokenizer = build_meta_model(resolve_recipe(recipe, 1))
     counts = model.parameter_counts().values()
     trained = sum(part for _, part in counts)
     assert checkpoint_bytes(recipe, model) == 4 * sum(all_ for all_, _ in counts) + 8 * trained
@@ -113,5 +113,5 @@ def test_checkpoint_size_includes_trained_states(data, tmp_path):
     assert samples is not None
     assert (
         "at most 3 of"
-        in length_lines(recipe, model, estimate_pass_steps(samples, recipe), 1.0)["checkpoints"]
+        in run_length_lines(recipe, model, estimate_pass_steps(samples, recipe), 1.0)["checkpoints"]
     )

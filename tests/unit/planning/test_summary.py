@@ -7,8 +7,8 @@ from installed import needs_extension
 
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.resolved import resolve
-from torchmm.planning.summary import StateBytes, run_states
+from torchmm.planning.resolved_recipe import resolve_recipe
+from torchmm.planning.summary import StateBytes, estimate_state_bytes
 from torchmm.recipe.read import load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "zoo" / "smolvlm.toml"
@@ -21,7 +21,7 @@ def model() -> MultimodalModel:
 
 def states(model: MultimodalModel, **parallel: object) -> StateBytes:
     options = [f"--parallel.{key}={value}" for key, value in parallel.items()]
-    return run_states(resolve(load_recipe(RECIPE, options).recipe, 8), model)
+    return estimate_state_bytes(resolve_recipe(load_recipe(RECIPE, options).recipe, 8), model)
 
 
 @needs_extension("balance")

@@ -9,7 +9,7 @@ from installed import needs_extension
 from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe import check, check_parallel, training_section
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
@@ -435,7 +435,7 @@ def test_simulation_replaces_data_and_tokenizer(write):
     path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
     recipe = load_recipe(path, [], 1).recipe
     with pytest.raises(ConfigError, match="only describes a simulation") as error:
-        build_meta_model(resolve(recipe, 1))
+        build_meta_model(resolve_recipe(recipe, 1))
     assert any("tokenizer" in problem for problem in error.value.problems)
 
 

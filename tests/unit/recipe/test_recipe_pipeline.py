@@ -6,7 +6,7 @@ import pytest
 from installed import needs_extension
 from recipe_problems import problems_of
 
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe, load_recipe
@@ -252,7 +252,7 @@ def test_invalid_context_parallelism_is_rejected(recipe, keys, ranks, message) -
 def test_context_ranks_count_once_in_batch(recipe: Path) -> None:
     recipe.write_text(f"{MODEL}\n[parallel.llm]\ncontext = 2\n")
     odd = ["--training.global_batch_size=2", "--training.microbatch_size=1"]
-    assert resolve(load_recipe(recipe, odd, 4).recipe, 4).shares == 2
+    assert resolve_recipe(load_recipe(recipe, odd, 4).recipe, 4).data_parallel_size == 2
     [problem] = problems_of(recipe, odd[1], "--training.global_batch_size=3", world_size=4)
     assert "data-parallel ranks / parallel.llm.context x microbatch_size = 2 x 1" in problem
 

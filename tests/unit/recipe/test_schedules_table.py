@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import (
     SCHEDULES,

@@ -16,7 +16,7 @@ from small_parts import LLM, VISION
 
 import torchmm.training.run
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import _log_resume
@@ -52,7 +52,7 @@ def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table
 
 def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
     """Check a recipe like train.py."""
-    run = resolve(read(data, run_dir, world_size, llm, parallel), world_size)
+    run = resolve_recipe(read(data, run_dir, world_size, llm, parallel), world_size)
     choose_model_stages(run, *build_meta_model(run), torch.device("cpu"))
 
 
@@ -112,7 +112,7 @@ def test_training_checks_before_initialization(data, tmp_path, monkeypatch):
 def test_resume_warns_about_different_choice(saved, warns, caplog):
     recipe = Recipe.model_validate({"model": {"llm": {"config": LLM}}})
     data = recipe.data.model_copy(update={"reorder": "none", "balance": "none"})
-    run = resolve(recipe.model_copy(update={"data": data}), 2)
+    run = resolve_recipe(recipe.model_copy(update={"data": data}), 2)
     run = replace(run, choices={"data.balance": "none (one data-parallel rank)"})
     stored = {"data": {} if saved is None else {"balance": saved, "reorder": "intra"}}
     restored = SimpleNamespace(path="step-3", step=3, recipe=stored, rng={})

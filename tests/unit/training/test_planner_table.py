@@ -9,7 +9,7 @@ import pytest
 
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -31,7 +31,7 @@ def recipe_with(mode="none", **parallel) -> Recipe:
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not SCHEDULES[name].planned])
 def test_core_planner_follows_pipeline_size(schedule, monkeypatch):
     monkeypatch.setattr(registry, "find_entries", lambda table: ())
-    run = Resolved(recipe_with(schedule=schedule), 1, MeshSizes(1, 1, 1, 1), {})
+    run = ResolvedRecipe(recipe_with(schedule=schedule), 1, MeshSizes(1, 1, 1, 1), {})
     assert find_planner(run, 1).name == "single"
     assert find_planner(run, 2).name == "static"
 

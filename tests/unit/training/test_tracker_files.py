@@ -7,7 +7,7 @@ import pytest
 from tracked_run import LAYOUT, LOG, SVG, finished_run, write_sample, write_timeline
 from wandb_file import history, read_wandb
 
-from torchmm.pipelining.view.draw import Panel, timeline_picture
+from torchmm.pipelining.view.draw import Panel, timeline_image
 from torchmm.training.tracking.run_files import NewModelDirectories, RunFiles, code_version
 
 
@@ -79,6 +79,6 @@ def test_new_and_replaced_models_are_listed(tmp_path: Path) -> None:
 
 
 def test_timeline_boxes_match_records(tmp_path: Path) -> None:
-    image = timeline_picture(Panel("", write_timeline(tmp_path, 1), LAYOUT), width_px=101)
+    image = timeline_image(Panel("", write_timeline(tmp_path, 1), LAYOUT), width_px=101)
     shades = [image.getpixel((x, 5)) for x in (10, 50, 90)]
     assert shades[1] == (255, 255, 255) and len(set(shades)) == 3

@@ -31,7 +31,7 @@ Invariants:
 
 - Arrays have one value per task. With several ranks in lockstep, values are listed rank by rank
   until `StageCosts.slowest` reduces them.
-- Memory between F and B is `kept_bytes`. Memory while a task runs is larger by `workspace_bytes`.
+- Memory between F and B is `saved_bytes`. Memory while a task runs is larger by `workspace_bytes`.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class StageCosts(NamedTuple):
     inputs: Times
     """Times of I. Recomputed layers cannot split the backward pass, so these are the times of B."""
     weights: Times
-    kept_bytes: Array
-    kept_for_weights_bytes: Array
+    saved_bytes: Array
+    saved_for_weights_bytes: Array
     workspace_bytes: Array
     """Largest temporaries, see `torchmm.costs.layers`.
 
@@ -149,8 +149,8 @@ class StageCosts(NamedTuple):
             _slowest(self.backward, ranks),
             _slowest(self.inputs, ranks),
             _slowest(self.weights, ranks),
-            maximum(self.kept_bytes),
-            maximum(self.kept_for_weights_bytes),
+            maximum(self.saved_bytes),
+            maximum(self.saved_for_weights_bytes),
             maximum(self.workspace_bytes),
             self.flops,
         )
@@ -406,8 +406,8 @@ class CostModel:
                 rank in each task. FLOPs are those of the first rank.
         """
         setting = self.setting(module, sizes.tasks // ranks)
-        if setting.execution.tensor > 1 and not module.loss_rows:
-            module = replace(module, loss_rows=module.sharded_loss_rows)
+        if setting.execution.tensor > 1 and not module.loss_chunk_targets:
+            module = replace(module, loss_chunk_targets=module.sharded_loss_chunk_targets)
         blocks = stage_blocks(module, start, stop)
         flops = pass_flops(blocks, useful or sizes, arrives)
         if ranks > 1 and not isinstance(arrives, bool):
@@ -429,7 +429,7 @@ class CostModel:
                 inputs = inputs.plus(work.inputs, block.count * back_N)
                 weights = weights.plus(work.weights, float(block.count * needs_weights))
             again = again.plus(work.again, block.count * has_backward)
-            saved_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
+            saved_N = block.count * block.saved_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += saved_N
             if block is first_layers:
                 shared_N = _shared_by_layers(module, start, stop, sizes, setting)
@@ -446,8 +446,8 @@ class CostModel:
             backward=self._times(module, "B", backward),
             inputs=self._times(module, "I", inputs.plus(again) if split else backward),
             weights=self._times(module, "W", weights if split else Work.none(sizes.tasks)),
-            kept_bytes=kept_N,
-            kept_for_weights_bytes=waiting_N * split,
+            saved_bytes=kept_N,
+            saved_for_weights_bytes=waiting_N * split,
             workspace_bytes=_workspace(held),
             flops=flops,
         ).slowest(ranks)
@@ -490,7 +490,7 @@ class CostModel:
             self.group_link(execution.expert, execution.tensor),
             self.group_link(execution.context, execution.tensor),
             segment_calls=not self.profile.device.asynchronous,
-            accumulated=0.0 if execution.reduces_each else 1 - 1 / max(1, tasks),
+            accumulated=0.0 if execution.reduces_every_microbatch else 1 - 1 / max(1, tasks),
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
@@ -556,7 +556,7 @@ class CostModel:
         shard_bytes = moved.sharded.gradient_bytes
         summed = all_reduce_bytes(shard_bytes, copies) if replicas else 0.0
         added = (
-            3 * shard_bytes if execution.reduces_each else 0.0
+            3 * shard_bytes if execution.reduces_every_microbatch else 0.0
         )  # accumulation of gradient shards
         return self._work(
             Operator("copy", memory_bytes=3 * whole + added, calls=calls),
@@ -667,7 +667,7 @@ class CostModel:
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:
         """Return the time in ms of exchanging and adding the gradient of a tied embedding."""
         execution = self.execution_of(module)
-        whole = 4 * module.pre_parameters / (execution.tensor * execution.shard)
+        whole = 4 * module.embedding_parameters / (execution.tensor * execution.shard)
         return self._sum_ms(
             Operator("p2p", network_bytes=whole, link=link),
             Operator("elementwise", memory_bytes=3 * whole),
@@ -710,7 +710,7 @@ class CostModel:
         """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
-        if not (layerwise and execution.reduces_each and execution.uses_fsdp):
+        if not (layerwise and execution.reduces_every_microbatch and execution.uses_fsdp):
             return round(moved.whole.gradient_bytes)
         outside = moved.whole.trained - moved.whole.in_layers
         layer = moved.whole.in_layers / max(1, stop - start)

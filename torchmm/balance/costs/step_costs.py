@@ -14,18 +14,18 @@ PipeWeaver, section 4 (SEMU): operator costs first, then the simulation of a gra
     PlanCosts  compute_ms[action]      F, B, I, W of each task
                transfer_ms[message]    messages and gradients between ranks
                gather_ms, reduce_ms    UNSHARD and REDUCE_GRAD of each stage
-               kept_bytes[task]        from F until B (or I)
+               saved_bytes[task]        from F until B (or I)
                static_bytes[rank]      weights, gradients, states, inputs, largest workspace
 
 The memory of rank r during a step is
 
-    static_bytes[r] + sum of kept_bytes of the tasks of r between F and B,
+    static_bytes[r] + sum of saved_bytes of the tasks of r between F and B,
 
-plus `kept_for_weights_bytes` of the tasks between I and W.
+plus `saved_for_weights_bytes` of the tasks between I and W.
 
 Invariants:
 
-- A task without a backward pass has kept_bytes = 0.
+- A task without a backward pass has saved_bytes = 0.
 - The input of a stage is counted once, either as a tensor that its first layer saves or by
   `torchmm.costs.layers.received_bytes`.
 - Times include all tensor-parallel communication. `tensor_ms` is the part that is not overlapped.
@@ -43,7 +43,7 @@ import numpy as np
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.optimus.layer_pieces import layer_collectives, layer_pieces
 from torchmm.balance.step_costs import LayerPieces, PlanCosts
-from torchmm.common.batch import MicrobatchMeta, padded_images
+from torchmm.common.batch import MicrobatchMeta, cuda_graph_image_count
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM, VISION
 from torchmm.costs.components import TIME_WIDTH
@@ -122,7 +122,7 @@ def plan_costs(
             graphs[rank] += graphs_bytes
             # Activations of one pass in flight are in the memory pool of the CUDA graphs, so they
             # are subtracted from the graph memory.
-            static[rank] += max(0, graphs_bytes - round(costs.kept_bytes.max(initial=0.0)))
+            static[rank] += max(0, graphs_bytes - round(costs.saved_bytes.max(initial=0.0)))
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
     _keep_arriving(collected.kept, graph, tasks, microbatches, model.element_bytes)
     sent = _sent(graph, tasks, model)
@@ -134,8 +134,8 @@ def plan_costs(
         reduce_ms=collected.reduce,
         tied_ms=_tied(graph, tasks, model),
         transfer_ms=_transfers(graph, sent, model),
-        kept_bytes=collected.kept,
-        kept_for_weights_bytes=collected.kept_for_weights,
+        saved_bytes=collected.kept,
+        saved_for_weights_bytes=collected.kept_for_weights,
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
         update_bytes=tuple(map(add, _update_bytes(layout, tasks, model), graphs)),
         memory_limit_bytes=round(model.profile.device.memory_bytes),
@@ -225,8 +225,8 @@ def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, el
     images_N = np.maximum(1, tasks.sizes.images_N)
     if not execution.graphs or not tasks.sizes.tasks:
         return 0
-    padded_N = np.array([padded_images(int(count)) for count in images_N])
-    kept_N = costs.kept_bytes * padded_N / images_N
+    padded_N = np.array([cuda_graph_image_count(int(count)) for count in images_N])
+    kept_N = costs.saved_bytes * padded_N / images_N
     width = tasks.module.layers[0].hidden_size * element
     states_N = 4 * width * tasks.sizes.units_N * padded_N / images_N
     by_graph = dict(zip(padded_N.tolist(), states_N.tolist(), strict=True))
@@ -275,8 +275,8 @@ def _sharded(
 ) -> StageCosts:
     """Return the costs of a stage with the FSDP2 communication of each layer.
 
-    Only the last backward pass reduces over replicas (HSDP). If `reduces_each` is set, all other
-    backward passes reduce-scatter over shards.
+    Only the last backward pass reduces over replicas (HSDP). If `reduces_every_microbatch` is set,
+    all other backward passes reduce-scatter over shards.
     """
     execution = model.execution(stage.module)
     if not execution.uses_fsdp:
@@ -287,7 +287,7 @@ def _sharded(
     last_N, earlier_N = np.zeros((2, len(tasks.keys)))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
     last_N[back[-1:]] = 1.0
-    earlier_N[back[:-1]] = float(execution.reduces_each)
+    earlier_N[back[:-1]] = float(execution.reduces_every_microbatch)
     reduce = Work.none(1)
     for replicas, times_N in ((True, last_N), (False, earlier_N)):
         work = model.reduce_work(tasks.module, stage.start, stage.stop, replicas=replicas)
@@ -340,14 +340,14 @@ class _Collected:
             actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
             chosen = [i for i, p in enumerate(present) if p]
             self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
-            shares_N = flops_N[chosen] / len(graph.layout.mirrored[index])
+            shares_N = flops_N[chosen] / len(graph.layout.mirror_stages[index])
             self.flops.update(zip(actions, shares_N.tolist(), strict=True))
             if times.tensor_ms.any():
                 self.tensor_ms.update(zip(actions, times.tensor_ms[chosen].tolist(), strict=True))
         for task, kept, waiting, has in zip(
             keys,
-            costs.kept_bytes.tolist(),
-            costs.kept_for_weights_bytes.tolist(),
+            costs.saved_bytes.tolist(),
+            costs.saved_for_weights_bytes.tolist(),
             backward,
             strict=True,
         ):
@@ -371,9 +371,9 @@ def _keep_features(
         if stages[destination].module == module.name:
             for key, values in _beside(graph.layout, (source, destination), tasks).items():
                 message = Message(source, destination, *key)
-                if graph.differentiates(message):
+                if graph.computes_gradient(message):
                     cuts = graph.slices(message)
-                    cut = cuts.hidden if module.kind == "encoder" else cuts.others
+                    cut = cuts.hidden if module.kind == "encoder" else cuts.additional
                     task = Task(destination, *key)
                     kept[task] = kept.get(task, 0) + round(
                         _saved_fraction(cut) * element_bytes * values
@@ -385,12 +385,12 @@ def _keep_features(
             continue
         of_module = tasks[module.name]
         width = tasks[stages[destination].module].module.layers[0].hidden_size
-        width *= 1 + len(module.taps)
+        width *= 1 + len(module.deepstack_layers)
         for key, tokens in zip(of_module.keys, of_module.sizes.outputs_N.tolist(), strict=True):
             message = Message(source, destination, *key)
-            if graph.differentiates(message):
-                copies = _saved_fraction(graph.slices(message).others)
-                if copies == 1 and graph.parts(source, key[0]) > 1:
+            if graph.computes_gradient(message):
+                copies = _saved_fraction(graph.slices(message).additional)
+                if copies == 1 and graph.task_count(source, key[0]) > 1:
                     copies = 2
                 task = Task(destination, key[0], 0)
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
@@ -415,10 +415,10 @@ def _keep_arriving(
         llm = tasks[stages[destination].module].module
         if encoder.kind != "encoder" or llm.kind != "llm":
             continue
-        width = llm.layers[0].hidden_size * (1 + len(encoder.taps))
+        width = llm.layers[0].hidden_size * (1 + len(encoder.deepstack_layers))
         for index, meta in enumerate(microbatches):
-            if graph.differentiates(Message(source, destination, index, 0)):
-                tokens = dict(meta.arriving).get(encoder.name, 0)
+            if graph.computes_gradient(Message(source, destination, index, 0)):
+                tokens = dict(meta.received_tokens).get(encoder.name, 0)
                 task = Task(destination, index, 0)
                 kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
 
@@ -453,9 +453,11 @@ def _keep_context(
     width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
     for key, tokens in zip(of_module.keys, of_module.sizes.given_N.tolist(), strict=True):
         message = Message(*edge, *key)
-        if graph.differentiates(message):
+        if graph.computes_gradient(message):
             task = Task(edge[1], *key)
-            held = _saved_fraction(graph.slices(message).others) * element_bytes * tokens * width
+            held = (
+                _saved_fraction(graph.slices(message).additional) * element_bytes * tokens * width
+            )
             kept[task] = kept.get(task, 0) + round(held)
 
 
@@ -465,11 +467,13 @@ def _input_bytes(tasks: ModuleTasks) -> int:
     if module.kind == "llm":
         return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
     if (latents := module.latents) is not None:
-        of_patch = latents.pixels + 4 * latents.noise  # pixels are bytes, noise is float32
+        of_patch = (
+            latents.pixels_per_patch + 4 * latents.noise_per_patch
+        )  # pixels are bytes, noise is float32
         return round(of_patch * tasks.sizes.drawn_N.sum())
-    values = module.pre_linears[0][0] if module.pre_linears else 0
+    values = module.embedding_linears[0][0] if module.embedding_linears else 0
     sizes = tasks.useful if module.kind == "generator" else tasks.sizes  # padded when it computes
-    return round(module.value_bytes * values * sizes.inputs_N.sum())
+    return round(module.input_value_bytes * values * sizes.inputs_N.sum())
 
 
 def _transfers(
@@ -518,18 +522,22 @@ def _add_gathers(
     open_edges = {edge for edge in layout.edges if _slowest_link(graph, edge, model)}
     for message in graph.messages():
         edge = message.source, message.destination
-        cuts = layout.slices(*edge, stays=False) if edge in open_edges else graph.slices(message)
+        cuts = (
+            layout.slices(*edge, same_rank=False) if edge in open_edges else graph.slices(message)
+        )
         cut_bytes = sent[edge].cut_bytes(message, cuts)
         if not cut_bytes:
             continue
         source, destination = sent[edge].sizes
         forward = Action(ActionType.F, *graph.consumer(message))
         gathers.append(((forward,), destination, cut_bytes))
-        if graph.carries_gradient(message):
+        if graph.sends_gradient(message):
             producer = graph.producer(message)
             backward = Action(ActionType.B, *producer), Action(ActionType.I, *producer)
             # Each destination mirror returns the gradient of its tokens only.
-            share = 1 / layout.mirrors_handed(*edge) if graph.parts_mirrors(message) else 1.0
+            share = (
+                1 / layout.mirrors_per_source(*edge) if graph.splits_among_mirrors(message) else 1.0
+            )
             gathers.append((backward, source, share * cut_bytes))
     for size in {size for _, size, _ in gathers if size > 1}:
         chosen = [(actions, n) for actions, ranks, n in gathers if ranks == size]
@@ -559,7 +567,7 @@ class _Sent:
     def on_wire(self, message: Message, backward: bool) -> float:
         """Return the bytes of a message, or of its gradient, on the most loaded rank."""
         key = message[2:]
-        parts = (self.hidden, self.slices.hidden), (self.others, self.slices.others)
+        parts = (self.hidden, self.slices.hidden), (self.others, self.slices.additional)
         return sum(n[key] * self._share(cut, backward) for n, cut in parts if key in n)
 
     def _share(self, cut: Slices | None, backward: bool) -> float:
@@ -571,7 +579,7 @@ class _Sent:
     def cut_bytes(self, message: Message, cuts: MessageSlices) -> float:
         """Return the bytes of a message that the ranks of its consumer all-gather."""
         key = message[2:]
-        parts = (self.hidden, cuts.hidden), (self.others, cuts.others)
+        parts = (self.hidden, cuts.hidden), (self.others, cuts.additional)
         return sum(n[key] for n, cut in parts if cut is not None and cut.gathered and key in n)
 
 
@@ -584,7 +592,9 @@ def _sent(
     for edge in layout.edges:
         source, destination = edge
         # The module with sub-microbatches defines the sizes of messages.
-        divided = layout.has_parts(destination) and not layout.has_parts(source)
+        divided = layout.has_sub_microbatches(destination) and not layout.has_sub_microbatches(
+            source
+        )
         of_module = tasks[layout.stages[destination if divided else source].module]
         hidden = dict(
             zip(of_module.keys, _message_bytes(layout, edge, of_module, model), strict=True)
@@ -595,9 +605,9 @@ def _sent(
         if of_module.module.kind == "encoder":
             hidden = {key: n + others.get(key, 0.0) for key, n in hidden.items()}
             others = {}
-        sizes = layout.tensor_ranks(source).size, layout.tensor_ranks(destination).size
-        groups = layout.group_size(source), layout.group_size(destination)
-        cuts = layout.slices(*edge, stays=False)
+        sizes = layout.tensor_parallelism(source).size, layout.tensor_parallelism(destination).size
+        groups = layout.tensor_group_size(source), layout.tensor_group_size(destination)
+        cuts = layout.slices(*edge, same_rank=False)
         by_edge[edge] = _Sent(cuts, sizes, groups, hidden, others)
     return by_edge
 
@@ -638,17 +648,17 @@ def _beside(
         of_module = tasks[source.module]
         values_N = (of_module.sizes.given_N + TIME_WIDTH * of_module.sizes.images_N) * hidden
         if module.latents is not None:
-            values_N = values_N + module.latents.values * of_module.sizes.drawn_N
+            values_N = values_N + module.latents.latents_per_patch * of_module.sizes.drawn_N
         return dict(zip(of_module.keys, values_N.tolist(), strict=True))
-    if not module.taps:
+    if not module.deepstack_layers:
         return {}
     if module.kind == "encoder":
-        tapped = sum(tap < source.stop for tap in module.taps)
+        tapped = sum(tap < source.stop for tap in module.deepstack_layers)
         of_module = tasks[source.module]
         return dict(
             zip(of_module.keys, (tapped * hidden * of_module.sizes.units_N).tolist(), strict=True)
         )
-    remaining = sum(tap >= source.stop for tap in module.taps)
+    remaining = sum(tap >= source.stop for tap in module.deepstack_layers)
     values: dict[tuple[int, int], float] = {}
     vision = tasks[VISION]
     for (microbatch, _), tokens in zip(vision.keys, vision.sizes.outputs_N.tolist(), strict=True):
@@ -668,8 +678,8 @@ def _message_bytes(
     if source.module == destination.module:
         values_N = sizes.units_N * hidden
     elif module.kind == "encoder":
-        width = module.post_linears[-1][1] if module.post_linears else hidden
-        values_N = sizes.outputs_N * width * (1 + len(module.taps))
+        width = module.head_linears[-1][1] if module.head_linears else hidden
+        values_N = sizes.outputs_N * width * (1 + len(module.deepstack_layers))
     else:  # from the LLM to a generator
         values_N = sizes.given_N * hidden
     return (model.element_bytes * values_N).tolist()

@@ -22,7 +22,7 @@ from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import order_step
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -30,7 +30,7 @@ from torchmm.recipe.schedules import find_schedule
 
 
 def arrangement(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,
@@ -49,16 +49,16 @@ def arrangement(
         modules,
         model,
         ordered_layout(run.recipe.parallel, layout)._replace(shares_images=shares_images),
-        run.shares,
+        run.data_parallel_size,
         run.recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
         order=mode in ("inter", "both"),
-        synchronized=run.lockstep_shares,
+        synchronized=run.lockstep_size,
     )
 
 
 def run_arrangement(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     parallel: ParallelConfig,
     layout: StageLayout,
@@ -80,7 +80,7 @@ def run_arrangement(
 
 
 def run_balance(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     parallel: ParallelConfig,
     layout: StageLayout,
@@ -112,7 +112,7 @@ def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayo
 
 
 def dealt(
-    run: Resolved,
+    run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,

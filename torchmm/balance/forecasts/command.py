@@ -17,7 +17,7 @@ from torchmm.balance.search.search import compare_schedules
 from torchmm.balance.search.space import describe_choices
 from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import make_console, working
+from torchmm.common.log import make_console, report_progress
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES
 
@@ -49,9 +49,9 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
     simulated = SimulationConfig.from_parent(recipe).model_copy(update={"device": device})
-    with working("searching parallelism degrees"):
+    with report_progress("searching parallelism degrees"):
         recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
-    with working("building the model, measuring the first step"):
+    with report_progress("building the model, measuring the first step"):
         forecaster = Forecaster(recipe, world_size, profile)
     names = options.schedule
     unknown = [name for name in names if name not in SCHEDULES and ":" not in name]
@@ -59,7 +59,7 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(
             f"--schedule {' '.join(unknown)}: unknown; use all, {', '.join(SCHEDULES)}"
         )
-    with working("planning and simulating steps"):
+    with report_progress("planning and simulating steps"):
         if names == ["all"]:
             plans = compare_schedules(
                 forecaster.recipe, world_size, profile, forecaster.sample, SCHEDULE_BUDGET_S
@@ -80,7 +80,7 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     console.print(forecast_table(forecaster, forecasts))
     for name, note in notes.items():
         console.out(f"{name}: {note}", highlight=False)
-    if forecaster.run.shares > 1:
+    if forecaster.run.data_parallel_size > 1:
         for key, text in forecaster.run.choices.items():
             console.out(f"{key} = auto: {text}", highlight=False)
     if options.out is not None:

@@ -24,7 +24,7 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.first_step import training_samples
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
+from torchmm.planning.run_length import estimate_pass_steps, resolve_epochs, run_length_lines
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.data_section import is_address
 from torchmm.recipe.recipe import Recipe
@@ -59,7 +59,7 @@ def describe_run(
     if _reads_local_data(recipe) or recipe.training.epochs is not None:
         model = recipe_model(recipe)
         tokenizer = load_tokenizer(recipe.model)
-        recipe = with_steps_of_epochs(recipe, model, tokenizer)
+        recipe = resolve_epochs(recipe, model, tokenizer)
         samples = training_samples(recipe, model, tokenizer)
         if samples is not None:
             pass_steps = estimate_pass_steps(samples, recipe)
@@ -86,7 +86,7 @@ def describe_run(
     lines |= _reduction_line(recipe, forecast, other)
     lines |= _hsdp_lines(forecaster, forecast)
     step_s = forecast.iteration_ms / 1e3
-    lines |= length_lines(recipe, forecaster.model, pass_steps, step_s)
+    lines |= run_length_lines(recipe, forecaster.model, pass_steps, step_s)
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
@@ -134,7 +134,7 @@ def _with_other_reduction(forecaster: Forecaster, recipe: Recipe) -> Forecast | 
     Also None for a step with one microbatch, for which both settings are equal.
     """
     run = forecaster.run
-    if recipe.parallel.placement != "interleaved" or not run.gathers_by_layer:
+    if recipe.parallel.placement != "interleaved" or not run.unshards_per_layer:
         return None
     if not needs_fsdp(run.llm):
         return None
@@ -172,7 +172,7 @@ def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
     """Return a line if replicas of one node each (HSDP) are faster than shards over all nodes."""
     run = forecaster.run
     shard = max(1, forecaster.profile.device.devices_per_node // run.llm.tensor)
-    if run.is_cut or run.llm.shard <= shard or run.llm.shard % shard:
+    if run.is_pipelined or run.llm.shard <= shard or run.llm.shard % shard:
         return {}
     if shard % run.recipe.parallel.expert or shard % run.recipe.parallel.context:
         return {}

@@ -22,7 +22,7 @@ from torchmm.data.steps.balanced_packing import FILLED_SEQUENCES, BalancedPacker
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.planning.first_step import first_step
+from torchmm.planning.first_step import read_first_step
 from torchmm.recipe.recipe import Recipe
 
 
@@ -56,7 +56,7 @@ def first_microbatches(
         _check_sizes(recipe, model)
         metas = simulated_microbatches(recipe, shares * per_rank)
         return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
-    shares_of_step = first_step(recipe, model, load_tokenizer(recipe.model), shares)
+    shares_of_step = read_first_step(recipe, model, load_tokenizer(recipe.model), shares)
     if not shares_of_step:
         raise ConfigError("data.sources: sample sizes of a stream are unknown; use [simulation]")
     return shares_of_step

@@ -45,19 +45,19 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import without_collection
+from torchmm.common.processes import gc_disabled
 from torchmm.costs.flops import gradients_arrive, module_layers, step_flops
 from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import Durations, Gathering
+from torchmm.pipelining.plan.plan import Durations, UnshardMode
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
-from torchmm.planning.first_step import one_by_one
+from torchmm.planning.first_step import with_single_sequence_microbatches
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.planning.resolved import Resolved, resolve
+from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
@@ -105,7 +105,7 @@ class Forecast:
         if self.step is None:
             return 0
         encoders = encoder_names(self.step.plan.graph.layout)
-        return max(self.step.kept_bytes(encoders), default=0)
+        return max(self.step.saved_bytes(encoders), default=0)
 
     @property
     def memory_words(self) -> str:
@@ -132,7 +132,7 @@ class Forecast:
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
             "bubble_fraction": timeline.bubble_fraction,
-            "bubble_share": timeline.bubble_share,
+            "bubble_fractions": timeline.bubble_fractions,
             "module_ms": timeline.mean_module_ms(),
             "peak_memory_bytes": list(self.step.peak_bytes),
             "encoder_activation_bytes": self.encoder_bytes,
@@ -206,7 +206,7 @@ class StepSample:
         Raises:
             ConfigError: The recipe has neither data nor a [simulation] section.
         """
-        return first_microbatches(one_by_one(self.recipe), self.model, 1)[0]
+        return first_microbatches(with_single_sequence_microbatches(self.recipe), self.model, 1)[0]
 
     @cached_property
     def layers(self) -> list[ModuleLayers]:
@@ -247,7 +247,7 @@ class Forecaster:
         transformers.logging.set_verbosity_error()
         self.profile = profile
         self.sample = StepSample(recipe, model) if sample is None else sample
-        self.run = choose_arrangement(resolve(recipe, world_size), profile, self.sample)
+        self.run = choose_arrangement(resolve_recipe(recipe, world_size), profile, self.sample)
         self.recipe = recipe = self.run.recipe
         self.model = self.sample.model
         self.modules = self.sample.modules
@@ -273,7 +273,7 @@ class Forecaster:
             mean = self.sample.flops / len(shares)
             self.workload = Workload(shares[busiest], mean / flops if flops else 1.0)
         else:
-            self.workload = self._slowest(self.run.lockstep_shares, costs)
+            self.workload = self._slowest(self.run.lockstep_size, costs)
 
     def _slowest(self, ranks: int, costs: CostModel) -> Workload:
         """Return the microbatches that determine the step time.
@@ -292,9 +292,9 @@ class Forecaster:
     def workload_of(self, parallel: ParallelConfig) -> Workload:
         """Return the workload of another [parallel] section, which may have no lockstep ranks."""
         run = self.run.with_parallel(parallel)
-        if run.lockstep_shares == self.run.lockstep_shares:
+        if run.lockstep_size == self.run.lockstep_size:
             return self.workload
-        return self._slowest(run.lockstep_shares, self._costs(parallel))
+        return self._slowest(run.lockstep_size, self._costs(parallel))
 
     def _dealt(self, parallel: ParallelConfig) -> list[list[MicrobatchMeta]]:
         """Return the reordered microbatches of the first step, by data-parallel rank."""
@@ -323,7 +323,7 @@ class Forecaster:
 
     @cached_property
     def _as_they_come(self) -> list[list[MicrobatchMeta]]:
-        return self.sample.shares(self.recipe, self.run.shares)
+        return self.sample.shares(self.recipe, self.run.data_parallel_size)
 
     @cached_property
     def typical(self) -> list[MicrobatchMeta]:
@@ -332,7 +332,7 @@ class Forecaster:
 
     @cached_property
     def _layers(self) -> list[ModuleLayers]:
-        return self.sample.cut_layers(self.recipe, self.run.shares)
+        return self.sample.cut_layers(self.recipe, self.run.data_parallel_size)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)
@@ -349,7 +349,7 @@ class Forecaster:
         changes = {"schedule": name, "placement": placement, "virtual_stages": stages}
         return self.forecast_parallel(self.recipe.parallel.model_copy(update=changes))
 
-    @without_collection()
+    @gc_disabled()
     def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
         """Simulate the first step with another [parallel] section.
 
@@ -401,11 +401,11 @@ class Forecaster:
             plan, self.modules, metas, model, layerwise=layerwise, peers=workload.peers
         )
         if self._balanced:
-            ranks = self.run.shares
+            ranks = self.run.data_parallel_size
             costs = with_feature_exchange(costs, plan.graph, self.modules, metas, model, ranks)
         return self.rate(name, simulate(plan, costs), model, workload)
 
-    @without_collection()
+    @gc_disabled()
     def promised_ms(self, parallel: ParallelConfig) -> float:
         """Return the bubble scheduler estimate (`schedules.promised_ms`) of the first step.
 
@@ -438,9 +438,9 @@ class Forecaster:
         self._promises_ms[key] = estimate_ms
         return estimate_ms
 
-    def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[Gathering, bool]:
+    def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[UnshardMode, bool]:
         """Return when parameters are all-gathered, and whether FSDP2 does so layer by layer."""
-        layerwise = self.run.with_parallel(parallel).gathers_by_layer
+        layerwise = self.run.with_parallel(parallel).unshards_per_layer
         if all(model.execution(module.name).shard == 1 for module in self.modules):
             return "none", layerwise
         return ("layer" if layerwise else "step"), layerwise
@@ -468,11 +468,13 @@ class Forecaster:
         flops_per_s = step.model_flops * workload.mean_share / seconds
         training = self.recipe.training
         tokens = training.global_batch_size * training.sequence_length
-        mfu = flops_per_s / (self.run.world_size / self.run.shares * peak)
+        mfu = flops_per_s / (self.run.world_size / self.run.data_parallel_size * peak)
         return Forecast(name, step, "", mfu, tokens / seconds, update_ms)
 
 
-def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSample) -> Resolved:
+def choose_arrangement(
+    run: ResolvedRecipe, profile: Profile | None, sample: StepSample
+) -> ResolvedRecipe:
     """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
     All supported combinations are simulated for the first step, and the fastest is chosen
@@ -532,12 +534,14 @@ def _comparison(found: Forecast, without: Forecast) -> str:
     return f"{text} ms" if fits else f"{text} ms, does not fit into memory"
 
 
-def _with_data(run: Resolved, values: Mapping[str, str]) -> Resolved:
+def _with_data(run: ResolvedRecipe, values: Mapping[str, str]) -> ResolvedRecipe:
     data = run.recipe.data.model_copy(update=values)
     return replace(run, recipe=run.recipe.model_copy(update={"data": data}))
 
 
-def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: StepSample) -> str:
+def _reason_against(
+    run: ResolvedRecipe, key: str, profile: Profile | None, sample: StepSample
+) -> str:
     """Return the reason why an arrangement cannot be simulated, or cannot help. Otherwise "".
 
     Args:
@@ -549,7 +553,7 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
     data = run.recipe.data
     training = run.recipe.training
     reasons = {
-        "one data-parallel rank": run.shares == 1,
+        "one data-parallel rank": run.data_parallel_size == 1,
         "sizes of streamed samples are not known in advance": any(
             source.streaming for source in data.sources
         ),
@@ -564,8 +568,8 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
     else:
         has_router_loss = sample.model.llm.balance is not None
         reasons |= {
-            "ranks of a pipeline synchronize once per step": run.is_cut,
-            "one sequence per rank": run.shares == training.global_batch_size,
+            "ranks of a pipeline synchronize once per step": run.is_pipelined,
+            "one sequence per rank": run.data_parallel_size == training.global_batch_size,
             "the load-balancing loss depends on the sequences of a microbatch": has_router_loss
             and training.microbatch_size > 1,
         }

@@ -16,13 +16,13 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 
 _ID_BYTES = 8
 """Size of a token id, a target and a position (int64)."""
 
 
-def host_memory_line(forecaster: Forecaster, run: Resolved, step: SimulatedStep) -> str:
+def host_memory_line(forecaster: Forecaster, run: ResolvedRecipe, step: SimulatedStep) -> str:
     """Return the line about host memory for a dry run.
 
     Args:
@@ -46,7 +46,7 @@ def _size(size_bytes: float) -> str:
 
 
 def host_memory_bytes(
-    forecaster: Forecaster, run: Resolved, step: SimulatedStep
+    forecaster: Forecaster, run: ResolvedRecipe, step: SimulatedStep
 ) -> dict[str, float]:
     """Return a lower bound of the host memory of a node by use.
 
@@ -72,14 +72,14 @@ def host_memory_bytes(
     return terms
 
 
-def _batch_bytes(forecaster: Forecaster, run: Resolved) -> float:
+def _batch_bytes(forecaster: Forecaster, run: ResolvedRecipe) -> float:
     """Return the bytes of one step in the memory of all ranks.
 
     Every rank of a pipeline stores the tokens. Pixels are included for one rank of each
     data-parallel replica, with one byte per value: ranks without an encoder store no pixels.
     Context-parallel ranks are one rank, and so are ranks of disaggregated modules.
     """
-    ranks = run.world_size // (run.shares * run.recipe.parallel.context)
+    ranks = run.world_size // (run.data_parallel_size * run.recipe.parallel.context)
     copies = 1 if run.units else ranks
     positions = 3 if forecaster.model.text.mrope else 1
     specs = forecaster.model.image_specs()
@@ -99,7 +99,7 @@ def _batch_bytes(forecaster: Forecaster, run: Resolved) -> float:
     return total
 
 
-def _state_bytes(model: MultimodalModel, run: Resolved) -> Iterator[float]:
+def _state_bytes(model: MultimodalModel, run: ResolvedRecipe) -> Iterator[float]:
     """Yield the bytes of offloaded optimizer states of all ranks, for each module."""
     states = parameter_states(run.recipe)
     for module in model.modality_modules():
@@ -110,7 +110,7 @@ def _state_bytes(model: MultimodalModel, run: Resolved) -> Iterator[float]:
         yield states.visiting * trained * sizes.replicate
 
 
-def _offloaded_bytes(forecaster: Forecaster, run: Resolved, step: SimulatedStep) -> float:
+def _offloaded_bytes(forecaster: Forecaster, run: ResolvedRecipe, step: SimulatedStep) -> float:
     """Return the mean over ranks of the largest size of inputs in host memory, of LLM layers."""
     hidden = forecaster.model.llm.text_config.hidden_size
     tokens = min(meta.tokens for share in forecaster.shares for meta in share)
@@ -124,6 +124,6 @@ def _offloaded_bytes(forecaster: Forecaster, run: Resolved, step: SimulatedStep)
     }
     if not waiting:
         return 0.0
-    changes = memory_changes(step.plan, PlanCosts({}, kept_bytes=waiting))
+    changes = memory_changes(step.plan, PlanCosts({}, saved_bytes=waiting))
     peaks = [int(np.cumsum(changes_of_rank).max(initial=0)) for changes_of_rank in changes]
     return sum(peaks) / len(peaks)

@@ -17,7 +17,7 @@ from rich.table import Table
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.pipelining.view.exchange import write_chrome_trace
+from torchmm.pipelining.view.file_formats import write_chrome_trace
 from torchmm.pipelining.view.records import write_records
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
 from torchmm.recipe.placement_sizes import format_sizes
@@ -69,7 +69,7 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
             f"{forecast.update_ms:,.1f}",
             f"{100 * forecast.mfu:.1f}",
             f"{100 * timeline.bubble_fraction:.1f}",
-            *(f"{100 * timeline.bubble_share[kind]:.1f}" for kind in BUBBLE_CLASSES),
+            *(f"{100 * timeline.bubble_fractions[kind]:.1f}" for kind in BUBBLE_CLASSES),
             f"{max(step.peak_bytes) / GIB:.3g}",
             "yes" if step.fits else "no",
         )

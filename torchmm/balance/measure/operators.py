@@ -34,7 +34,7 @@ from torchmm.balance.measure.layers import (
     working_layers,
 )
 from torchmm.balance.measure.network import measure_network
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.processes import set_malloc_retention
 from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.operators import Kind, Operator, norm_operators
 from torchmm.models.layers.attention import Segments, attention
@@ -118,7 +118,7 @@ def measure(
     rounds = 1 if quick else rounds
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if device.type == "cpu":
-        keep_freed_memory()  # as training does
+        set_malloc_retention()  # as training does
     cases = list(_compute_cases(device, dtype, quick))
     times = _time_all(cases, device, seconds, rounds)
     tiny: dict[Kind, float] = {}

@@ -96,11 +96,11 @@ class Ahead:
     def active(self) -> Iterator[Handlers]:
         """Yield handlers that also run pieces. The thread ends with the context."""
         self._hooks.on_collective = self._fill
-        self._hooks.on_stop = self._stop
+        self._hooks.on_yield = self._stop
         try:
             yield {**self._handlers, **dict.fromkeys(COMPUTE, self._compute)}
         finally:
-            self._hooks.on_collective = self._hooks.on_stop = None
+            self._hooks.on_collective = self._hooks.on_yield = None
             self._is_closing = True
             if self._thread.ident is not None:
                 self._turn.release()
@@ -111,9 +111,9 @@ class Ahead:
             return self._complete(action)
         if (launch := self._plan.launches.get(action)) is None:
             return self._handlers[action.type](action)
-        self._ready += launch.begins
+        self._ready += launch.encoder_actions
         self._llm = action
-        self._pieces = iter(launch.pieces)
+        self._pieces = iter(launch.pieces_per_collective)
         result = self._handlers[action.type](action)
         self._llm = None
         self._pieces = iter(())

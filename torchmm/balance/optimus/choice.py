@@ -39,11 +39,11 @@ from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, Launch
+from torchmm.pipelining.plan.plan import ComputeOrder, EncoderLaunch, UnshardMode
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
 ROUNDS = 3
@@ -61,7 +61,7 @@ class StepOrder:
     graph: StageGraph
     """Tasks, with the replica that runs each task."""
     order: ComputeOrder
-    launches: Mapping[Action, Launch] = field(default_factory=dict)
+    launches: Mapping[Action, EncoderLaunch] = field(default_factory=dict)
     """Encoder pieces that LLM actions launch (`with_launches`)."""
 
 
@@ -90,7 +90,7 @@ def bubble_choices(
     *,
     llm_schedule: str,
     granularity: Granularity,
-    sharding: Gathering,
+    sharding: UnshardMode,
     tensor_share: float = 0.0,
     evaluations: int = 256,
     tuner: Tuner | None = None,
@@ -147,7 +147,7 @@ def _candidates(
     orders: Iterable[ComputeOrder],
     kind: Bubbles,
     *,
-    sharding: Gathering,
+    sharding: UnshardMode,
     evaluations: int,
 ) -> Iterator[OptimusStep]:
     """Yield the candidates of one kind.
@@ -184,7 +184,7 @@ class _Compared:
     found: OptimusStep
     recomputing_shows: bool
 
-    def __init__(self, costs: PlanCosts, sharding: Gathering, tuner: Tuner | None) -> None:
+    def __init__(self, costs: PlanCosts, sharding: UnshardMode, tuner: Tuner | None) -> None:
         self._costs, self._sharding = costs, sharding
         self._tuner = tuner
         self.best: BubbleChoice | None = None
@@ -231,7 +231,7 @@ class _Compared:
         plan = lower_plan(found.order, found.graph, specs, self._sharding, reduces_early=early)
         if kind == "launched":
             plan = with_launches(plan, plan_launches(plan, costs))
-        book = RuleBook(plan)
+        book = PlanRules(plan)
         step = simulate(plan, costs, book)
         if tuner is None or step.fits or self._hopeless(step):
             return step, step

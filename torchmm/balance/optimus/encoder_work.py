@@ -145,7 +145,7 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
     tasks = [
         (microbatch, sub_microbatch)
         for microbatch in range(graph.microbatches)
-        for sub_microbatch in range(graph.parts(groups[0][0].index, microbatch))
+        for sub_microbatch in range(graph.task_count(groups[0][0].index, microbatch))
     ]
     slices = max(map(len, groups))
     forward, backward = (np.zeros((len(tasks), len(groups), slices)) for _ in range(2))
@@ -174,8 +174,8 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
         devices,
         forward,
         backward,
-        tensor_groups=graph.layout.mirrors,
-        width=len(graph.layout.mirrored[groups[0][0].index]),
+        tensor_groups=graph.layout.mirror_count,
+        width=len(graph.layout.mirror_stages[groups[0][0].index]),
         hop_ms_NS=hop,
     )
 

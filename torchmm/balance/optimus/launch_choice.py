@@ -23,9 +23,9 @@ from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.simulation.launched import TimedPiece, collective_room_ms, timed_pieces
 from torchmm.balance.simulation.plan_graph import TransferKey, build_plan_graph, transfer_key
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action
-from torchmm.pipelining.plan.plan import Launch, PipelinePlan
+from torchmm.pipelining.plan.plan import EncoderLaunch, PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, WAIT
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
@@ -42,7 +42,7 @@ class _Bubble:
     pieces: int = 0
 
 
-def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
+def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, EncoderLaunch]:
     """Return the launch of each LLM action, for `with_launches`.
 
     Args:
@@ -55,19 +55,21 @@ def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
     start_ps, end_ps = nodes.graph.times_ps()
     start_ms = {a: start_ps[node] / PICOSECONDS_PER_MS for a, node in nodes.compute.items()}
     arrival_ms = {key: end_ps[n] / PICOSECONDS_PER_MS for key, n in nodes.transfers.items()}
-    book = RuleBook(plan)
-    launches: dict[Action, Launch] = {}
+    book = PlanRules(plan)
+    launches: dict[Action, EncoderLaunch] = {}
     for rank in range(len(plan.actions)):
         for bubble in _fill_bubbles(plan, costs, book, rank, start_ms, arrival_ms):
-            begins, counts = launches.get(bubble.llm, Launch((), ()))
-            launches[bubble.llm] = Launch((*begins, *bubble.begins), (*counts, bubble.pieces))
-    return {llm: launch for llm, launch in launches.items() if any(launch.pieces)}
+            begins, counts = launches.get(bubble.llm, EncoderLaunch((), ()))
+            launches[bubble.llm] = EncoderLaunch(
+                (*begins, *bubble.begins), (*counts, bubble.pieces)
+            )
+    return {llm: launch for llm, launch in launches.items() if any(launch.pieces_per_collective)}
 
 
 def _fill_bubbles(
     plan: PipelinePlan,
     costs: PlanCosts,
-    book: RuleBook,
+    book: PlanRules,
     rank: int,
     start_ms: dict[Action, float],
     arrival_ms: dict[TransferKey, float],
@@ -93,7 +95,7 @@ def _fill_bubbles(
     first = 0  # first bubble in which the next encoder action can start
     complete: set[Action] = set()  # encoder actions that end before their position
     for action in (a for a in computing if a.stage in encoders):
-        givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
+        givers = {book.fact_actions[fact] for fact in book.rules[rank][action].requires}
         after, ready_ms = _ready(givers - complete, places, arrival_ms)
         pieces = timed_pieces(action, plan.graph, costs)
         placed = _fit(

@@ -1,8 +1,9 @@
 """Encoder actions that run in pieces during the LLM's tensor-parallel collectives (Optimus §4.2).
 
 During such a collective, a rank computes nothing, but for less time than an encoder layer takes. A
-plan may therefore give each LLM action a `Launch`: the encoder actions that may start in it, and
-the number of pieces (`torchmm.balance.optimus.pieces`) that run during each of its collectives.
+plan may therefore give each LLM action an `EncoderLaunch`: the encoder actions that may start in
+it, and the number of pieces (`torchmm.balance.optimus.pieces`) that run during each of its
+collectives.
 
 The compute order stays the same. The rest of an encoder action runs at its place in the program,
 and its results are sent from there. An action may start in an LLM action only if all its inputs
@@ -19,14 +20,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torchmm.pipelining.checks.problems import PlanProblem
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action
-from torchmm.pipelining.plan.plan import Launch, PipelinePlan
+from torchmm.pipelining.plan.plan import EncoderLaunch, PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, WAIT
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
 
-def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> PipelinePlan:
+def with_launches(plan: PipelinePlan, launches: Mapping[Action, EncoderLaunch]) -> PipelinePlan:
     """Return a plan with launches added to it.
 
     An action whose inputs are received too late does not start early, and neither do the encoder
@@ -38,9 +39,9 @@ def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> Pipe
     """
     if not launches:
         return plan
-    book = RuleBook(plan)
+    book = PlanRules(plan)
     programs = []
-    possible: dict[Action, Launch] = {}
+    possible: dict[Action, EncoderLaunch] = {}
     for rank, program in enumerate(plan.actions):
         moved = list(program)
         blocked_until = -1  # index of an action that cannot start early
@@ -48,19 +49,19 @@ def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> Pipe
             if llm not in launches:
                 continue
             starting: list[Action] = []
-            for action in launches[llm].begins:
+            for action in launches[llm].encoder_actions:
                 place = moved.index(llm)
                 if place < blocked_until or not _move_waits(moved, place, action, book, rank):
                     blocked_until = max(blocked_until, moved.index(action))
                     break
                 starting.append(action)
-            possible[llm] = Launch(tuple(starting), launches[llm].pieces)
+            possible[llm] = EncoderLaunch(tuple(starting), launches[llm].pieces_per_collective)
         programs.append(tuple(moved))
     return replace(plan, actions=tuple(programs), launches=possible)
 
 
 def _move_waits(
-    program: list[Action], place: int, action: Action, book: RuleBook, rank: int
+    program: list[Action], place: int, action: Action, book: PlanRules, rank: int
 ) -> bool:
     """Move the waits for the inputs of an action to a position.
 
@@ -68,8 +69,8 @@ def _move_waits(
         False if a receive is not posted before the position.
     """
     rules = book.rules[rank]
-    needs = set(rules[action].needs)
-    waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].gives)]
+    needs = set(rules[action].requires)
+    waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].establishes)]
     received = set(program[:place])
     if any(wait._replace(type=RECV[WAIT.index(wait.type)]) not in received for wait in waits):
         return False
@@ -79,7 +80,7 @@ def _move_waits(
     return True
 
 
-def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+def launch_problems(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
     """Yield problems of launches: not from LLM actions, of the wrong actions, or too early."""
     if not plan.launches:
         return
@@ -110,7 +111,7 @@ def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]
 
 def _problem(
     plan: PipelinePlan,
-    book: RuleBook,
+    book: PlanRules,
     rank: int,
     place: int,
     waiting: list[Action],
@@ -127,14 +128,14 @@ def _problem(
         started: Encoder actions that have started early; updated.
     """
     launch = plan.launches[plan.actions[rank][place]]
-    if min(launch.pieces, default=0) < 0:
-        return f"launches {list(launch.pieces)} pieces"
+    if min(launch.pieces_per_collective, default=0) < 0:
+        return f"launches {list(launch.pieces_per_collective)} pieces"
     later = set(plan.actions[rank][place:])
-    for action in launch.begins:
+    for action in launch.encoder_actions:
         following = waiting.pop() if waiting else None
         if action != following:
             return f"starts {action}, but {following} is next"
-        givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
+        givers = {book.fact_actions[fact] for fact in book.rules[rank][action].requires}
         if late := givers & later - started:
             return f"starts {action}, which requires {', '.join(map(str, late))}"
         started.add(action)

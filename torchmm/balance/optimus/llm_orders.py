@@ -33,7 +33,7 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import order_named
+from torchmm.pipelining.schedules.registry import find_order
 
 SEARCHED = "searched"
 """Replaces the name of a classic schedule."""
@@ -60,7 +60,7 @@ def llm_orders(
     seen: set[ComputeOrder] = set()
     microbatch_sequences = list(sequences(graph, costs))
     named = INTERLEAVED if llm_schedule == SEARCHED else llm_schedule
-    schedules = [(order_named(named), sequence) for sequence in microbatch_sequences]
+    schedules = [(find_order(named), sequence) for sequence in microbatch_sequences]
     if named == INTERLEAVED:
         adjusted = partial(interleaved_1f1b, adjusted=True)
         schedules += [(adjusted, sequence) for sequence in microbatch_sequences]
@@ -143,7 +143,7 @@ def _backbone_costs(
     for task in backbone.tasks():
         for kind in (ActionType.F, ActionType.B):
             compute.setdefault(Action(kind, *task), 0.0)
-    kept = task_in(costs.kept_bytes)
+    kept = task_in(costs.saved_bytes)
     if not kept:  # without byte costs, activations are proportional to the forward time
         kept = {t: round(1e6 * compute[Action(ActionType.F, *t)]) for t in backbone.tasks()}
     return replace(
@@ -151,10 +151,10 @@ def _backbone_costs(
         compute_ms=compute,
         tensor_ms={},
         transfer_ms=message_in(costs.transfer_ms),
-        kept_bytes=kept,
-        kept_for_weights_bytes=task_in(costs.kept_for_weights_bytes),
+        saved_bytes=kept,
+        saved_for_weights_bytes=task_in(costs.saved_for_weights_bytes),
         temporary_bytes=action_in(costs.temporary_bytes),
-        static_bytes=costs.static_bytes[:: graph.layout.mirrors],
+        static_bytes=costs.static_bytes[:: graph.layout.mirror_count],
         update_bytes=(),
         flops={},
     )

@@ -38,7 +38,7 @@ from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGra
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
+from torchmm.pipelining.plan.plan import ComputeOrder, UnshardMode
 from torchmm.pipelining.plan.transfers import action_inputs
 
 # [Note: deferred forwards]
@@ -186,7 +186,7 @@ def llm_timeline(
     costs: PlanCosts,
     pieces: Pieces,
     *,
-    sharding: Gathering = "none",
+    sharding: UnshardMode = "none",
     reduction_hides: bool = False,
     defer: bool = True,
 ) -> LlmTimeline:
@@ -214,7 +214,9 @@ def llm_timeline(
     stages = graph.layout.stages
     llm_stages = {action.stage for program in order for action in program}
     # Stages of each pipeline rank. With mirrors, those of the first mirror.
-    rank_stages = [graph.layout.stages_of(r * graph.layout.mirrors) for r in range(len(order))]
+    rank_stages = [
+        graph.layout.stages_on_rank(r * graph.layout.mirror_count) for r in range(len(order))
+    ]
     operators = OperatorGraph()
     movable: list[bool] = []  # by operator
 
@@ -313,7 +315,7 @@ def _dependency_points(
     """Return F_i and B_i, and the rank of the first LLM stage."""
     stages = {action.stage for rank in ranks for action in rank.actions}
     first = min(stages)
-    entry = graph.layout.stages[first].ranks[0] // graph.layout.mirrors
+    entry = graph.layout.stages[first].ranks[0] // graph.layout.mirror_count
     needed = np.zeros(graph.microbatches, np.int64)
     returned = np.full(graph.microbatches, -1, np.int64)
     actions, starts, ends = ranks[entry]

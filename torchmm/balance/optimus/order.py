@@ -43,7 +43,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.costs.sizes import Array
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
+from torchmm.pipelining.plan.plan import ComputeOrder, UnshardMode
 from torchmm.pipelining.schedules.colocated import encoder_names
 
 PIECES = 8
@@ -66,7 +66,7 @@ def optimus(
     *,
     llm_schedule: str = "interleaved_1f1b",
     granularity: Granularity = "fine",
-    sharding: Gathering = "none",
+    sharding: UnshardMode = "none",
     evaluations: int = 256,
 ) -> OptimusStep:
     """Return the step with the shortest bubble schedule.
@@ -94,7 +94,7 @@ def optimus_steps(
     costs: PlanCosts,
     orders: Iterable[ComputeOrder],
     granularity: Granularity,
-    sharding: Gathering,
+    sharding: UnshardMode,
     *,
     evaluations: int = 256,
     inside: bool = False,
@@ -179,13 +179,13 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph, behind: bool = False) 
     rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(layout.rank_count)]
     for rank, llm in enumerate(schedule.llm):
         for action, start in zip(llm.actions, llm.start_ps.tolist(), strict=True):
-            for mirror, mirror_stage in enumerate(layout.mirrored[action.stage]):
+            for mirror, mirror_stage in enumerate(layout.mirror_stages[action.stage]):
                 # All mirrors must run it at the mirror_stage position. Otherwise they deadlock.
                 entry = (*_place(action, start), 1), action._replace(stage=mirror_stage)
-                rows[rank * layout.mirrors + mirror].append(entry)
+                rows[rank * layout.mirror_count + mirror].append(entry)
     for action, replica, start in _encoder_starts(schedule, graph):
         place = around(layout.stages[action.stage].ranks[replica], action, start)
-        for mirror_stage in layout.mirrored[action.stage]:
+        for mirror_stage in layout.mirror_stages[action.stage]:
             entry = place, action._replace(stage=mirror_stage)
             rows[layout.stages[mirror_stage].ranks[replica]].append(entry)
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)

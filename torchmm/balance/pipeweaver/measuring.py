@@ -51,14 +51,14 @@ from torchmm.balance.step_plans import modelled_totals
 from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.flops import task_durations
-from torchmm.parallel.gather import exchange_device
+from torchmm.parallel.gather import host_collective_device
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.runtime import StepResult, channel_pairs
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import StepPlan, Upcoming
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.planner import NextStepMetas, StepPlan
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.pipeline import Pipeline
 
 SHOWN = 3
@@ -66,7 +66,7 @@ SHOWN = 3
 
 
 def build_measuring_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> MeasuringPlanner:
     """Return the planner of a run with a cost model or measured times. Collective over all ranks.
 
@@ -124,7 +124,7 @@ class MeasuringPlanner(BackgroundPlanner):
         self._transfers = TransferTimes()
         self._channels = channel_pairs(pipeline.layout)
         # Tensor-parallel ranks have the same messages, so one of them reports times.
-        self._speaks = any(mesh.rank == alike[0] for share in mesh.shares for alike in share)
+        self._speaks = any(mesh.rank == alike[0] for share in mesh.global_ranks for alike in share)
         self._searches = costs is not None
         self._learns = False
         """Whether searches in the background use measured times."""
@@ -157,7 +157,7 @@ class MeasuringPlanner(BackgroundPlanner):
         return Measured(self._rates.complete(names), self._times.fits(), dict(self._transfers.ms))
 
     def _make_plan(
-        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: NextStepMetas
     ) -> PlannedStep:
         planned = super()._make_plan(step, metas, upcoming)
         if self._monitor is not None and self._searches:
@@ -169,7 +169,7 @@ class MeasuringPlanner(BackgroundPlanner):
             self._modelled = modelled_totals(work.graph, work.costs, flops)
         return planned
 
-    def learn(
+    def observe_step(
         self,
         step: int,
         planned: StepPlan,
@@ -177,7 +177,7 @@ class MeasuringPlanner(BackgroundPlanner):
         microbatches: Sequence[Microbatch],
         step_ms: float,
     ) -> None:
-        """Use the measured times of a step to plan later steps. See `Planner.learn`."""
+        """Use the measured times of a step to plan later steps. See `Planner.observe_step`."""
         if not self._learns and self._monitor is None:
             return
         graph = planned.plan.graph
@@ -211,7 +211,7 @@ class MeasuringPlanner(BackgroundPlanner):
         modules = [module.name for module in self._pipeline.descriptions]
         keys = [(rank, name, kind) for rank in ranks for name in modules for kind in kinds]
         rows = [local.get(key, Total(0.0, 0.0)) for key in keys]
-        totals = torch.tensor(rows, dtype=torch.float64, device=exchange_device())
+        totals = torch.tensor(rows, dtype=torch.float64, device=host_collective_device())
         dist.all_reduce(totals)
         return {key: Total(*row) for key, row in zip(keys, totals.tolist(), strict=True)}
 

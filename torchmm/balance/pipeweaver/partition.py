@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.common.batch import MicrobatchMeta, even_ranges
+from torchmm.common.batch import MicrobatchMeta, split_evenly
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.sizes import (
     Array,
@@ -150,7 +150,7 @@ def _sub_microbatches(
     images: list[list[Any]] = [list(meta.generated) for meta in microbatches]
     sizes_of: Callable[[list[list[Any]]], TaskSizes] = partial(generator_sizes, padding=True)
     if module.kind == "encoder":
-        images = [meta.images_read_by(module.name) for meta in microbatches]
+        images = [meta.images_of_encoder(module.name) for meta in microbatches]
         sizes_of = partial(encoder_sizes, module)
     pool = [image for group in images for image in group]
     if not pool:
@@ -168,7 +168,7 @@ def _sub_microbatches(
         group[r.start : r.stop]
         for group in images
         if group
-        for r in even_ranges(len(group), ceil(len(group) / size))
+        for r in split_evenly(len(group), ceil(len(group) / size))
     ]
     return size, sizes_of(groups[:MOST_SHOWN])
 

@@ -21,8 +21,8 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import Upcoming
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.planner import NextStepMetas
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.single import SinglePlanner
 from torchmm.training.planners.static import StaticPlanner
@@ -49,7 +49,7 @@ def plan_pipeline_step(
 
 
 def build_tuned_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> TunedPlanner:
     """Return the planner of a run without a pipeline whose plans select layers.
 
@@ -81,7 +81,7 @@ class TunedPlanner(SinglePlanner):
 
 
 def build_background_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> BackgroundPlanner:
     """Return the planner of a static schedule with a background process or tuned layers.
 
@@ -156,7 +156,7 @@ class BackgroundPlanner(StaticPlanner):
             )
 
     def _make_plan(
-        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: NextStepMetas
     ) -> PlannedStep:
         assert self._leader is not None
         return self._leader.plan(step, metas, upcoming, self._measured())

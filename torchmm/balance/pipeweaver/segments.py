@@ -34,7 +34,7 @@ from torchmm.balance.step_plans import searched_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import without_collection
+from torchmm.common.processes import gc_disabled
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -89,7 +89,7 @@ def chosen_segments(
     return with_segments(parallel, modules, metas, model, tuning)
 
 
-@without_collection()
+@gc_disabled()
 def with_segments(
     parallel: ParallelConfig,
     modules: Sequence[ModuleDescription],
@@ -142,7 +142,7 @@ def with_segments(
             limits[module.name, "segments"] = max_value
     for name in initial.sub_microbatch_images:
         if name not in images:
-            max_value = max(meta.images_of(name) for meta in microbatches)
+            max_value = max(meta.module_image_count(name) for meta in microbatches)
             limits[name, "sub_microbatch_images"] = max_value
     tries = MOST_PARTITIONS if tuning is None else MOST_TUNED
     improved = _improved(parallel, divided, limits, predicted_ms, tries)

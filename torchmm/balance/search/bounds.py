@@ -39,7 +39,7 @@ from torchmm.costs.execution import Execution
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.operators import Profile, Work
 from torchmm.costs.sizes import pack_sizes
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
 
@@ -78,7 +78,7 @@ class _ModuleTimes(NamedTuple):
     """Forward and backward time in ms of every microbatch of the global batch."""
     least_ms: float
     """Minimum forward and backward time over microbatches. 0 if one has no input."""
-    kept_bytes: float
+    saved_bytes: float
     """Minimum saved activations over microbatches."""
 
 
@@ -183,7 +183,7 @@ class PlanBounds:
         at_once = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
         if module.name not in self._images:
             packs = self._sample.packs
-            images = sum(pack.images_of(module.name) for pack in packs)
+            images = sum(pack.module_image_count(module.name) for pack in packs)
             self._images[module.name] = images / len(packs)
         return max(1.0, plan.microbatch_size * self._images[module.name] / at_once)
 
@@ -225,10 +225,10 @@ class PlanBounds:
         """Return the memory of an average rank: states and the activations that it saves."""
         pipeline = plan.size("pipeline")
         waiting = min((pipeline + 1) / 2, self._microbatches(plan))
-        kept_bytes = sum(
-            self._module_times(plan, module, model).kept_bytes for module in self._sample.modules
+        saved_bytes = sum(
+            self._module_times(plan, module, model).saved_bytes for module in self._sample.modules
         )
-        return self.state_bytes(plan) + waiting * kept_bytes / pipeline
+        return self.state_bytes(plan) + waiting * saved_bytes / pipeline
 
     def _microbatches(self, plan: Plan) -> int:
         batch = self._recipe.training.global_batch_size
@@ -246,7 +246,7 @@ class PlanBounds:
         key = (plan.recompute, splits, *(plan.changes.get(f"parallel.{name}") for name in keys))
         if key not in self._models:
             planned = planned_recipe(self._recipe, plan)
-            run = resolve(planned, plan.devices)
+            run = resolve_recipe(planned, plan.devices)
             self._models[key] = run_costs(run, self._sample.modules, self._profile)
         return self._models[key]
 
@@ -278,8 +278,8 @@ class PlanBounds:
         if module.kind == "llm" or context == 1:
             return times
         # Ranks of context parallelism divide the images.
-        total_N, least_ms, kept_bytes = times
-        return _ModuleTimes(total_N / context, least_ms / context, kept_bytes / context)
+        total_N, least_ms, saved_bytes = times
+        return _ModuleTimes(total_N / context, least_ms / context, saved_bytes / context)
 
     def _times_by_size(
         self, module: ModuleDescription, model: CostModel, *, layerwise: bool
@@ -297,11 +297,11 @@ class PlanBounds:
             if layerwise and execution.uses_fsdp and shares:
                 gather = model.gather_work(module, 0, layers)
                 hides = self._profile.device.asynchronous
-                none = Work.none(len(costs.kept_bytes))
+                none = Work.none(len(costs.saved_bytes))
                 costs = costs.sharded(gather, none, layers + 1, hides)
             at = self._module_sizes(module)[0]
             total_N[at] = costs.forward.total_ms + costs.backward.total_ms
-            kept_N[at] = costs.kept_bytes
+            kept_N[at] = costs.saved_bytes
             has_input_N[at] = True
         times = {}
         stop = 0
@@ -309,9 +309,9 @@ class PlanBounds:
             microbatches = slice(stop, stop := stop + len(metas))
             all_have_input = bool(has_input_N[microbatches].all())
             least_ms = float(total_N[microbatches].min())
-            kept_bytes = float(kept_N[microbatches].min())
+            saved_bytes = float(kept_N[microbatches].min())
             times[size] = _ModuleTimes(
-                total_N[microbatches], least_ms * all_have_input, kept_bytes * all_have_input
+                total_N[microbatches], least_ms * all_have_input, saved_bytes * all_have_input
             )
         return times
 
@@ -323,14 +323,15 @@ class PlanBounds:
         because a rank runs fewer microbatches.
         """
         execution = model.execution(module.name)
-        key = module.name, replace(execution, shard=1, replicate=1, reduces_each=True)
+        key = module.name, replace(execution, shard=1, replicate=1, reduces_every_microbatch=True)
         if key not in self._costs:
             _, sizes, arrives_N = self._module_sizes(module)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
                 first = replace(
-                    model, executions={module.name: replace(execution, reduces_each=True)}
+                    model,
+                    executions={module.name: replace(execution, reduces_every_microbatch=True)},
                 )
                 self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
         return self._costs[key]

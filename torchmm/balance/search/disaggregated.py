@@ -247,7 +247,7 @@ def _layer_share(
         layer_costs = model.stage_costs(module, place, place + 1, sizes, reaches_N)
         pairs = [(layer_costs.forward.total_ms, total_costs.forward.total_ms)]
         pairs += [(layer_costs.backward.total_ms, total_costs.backward.total_ms)]
-        pairs = [(layer_costs.kept_bytes, total_costs.kept_bytes)] if kept else pairs
+        pairs = [(layer_costs.saved_bytes, total_costs.saved_bytes)] if kept else pairs
         shares += [
             layer_sum.sum() / module_sum.sum()
             for layer_sum, module_sum in pairs

@@ -24,8 +24,8 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.first_step import first_step, one_by_one
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.first_step import read_first_step, with_single_sequence_microbatches
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -92,7 +92,7 @@ def search_encoder_sizes(forecaster: Forecaster) -> SearchResult:
     )  # fmt: skip
 
 
-def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
+def with_arrangement(run: ResolvedRecipe, model: MultimodalModel) -> ResolvedRecipe:
     """Return a run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
     Args:
@@ -109,7 +109,7 @@ def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
 
 
 def with_run_segments(
-    run: Resolved,
+    run: ResolvedRecipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     shares: Sequence[list[MicrobatchMeta]],
@@ -131,7 +131,11 @@ def with_run_segments(
     modules = [module.describe() for module in model.modality_modules()]
     costs = run_costs(run, modules, run_profile(recipe, device))
     is_reordered = recipe.data.is_reordered
-    packs = first_step(one_by_one(recipe), model, tokenizer, 1) if is_reordered else []
+    packs = (
+        read_first_step(with_single_sequence_microbatches(recipe), model, tokenizer, 1)
+        if is_reordered
+        else []
+    )
     if packs:  # reorder for the default split of the model
         microbatches = [meta for share in shares for meta in share]
         layout = plan_layout(recipe.parallel, modules, microbatches)

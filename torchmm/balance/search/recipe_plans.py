@@ -29,7 +29,7 @@ from torchmm.balance.search.space import (
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.operators import Profile
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.recipe import Recipe
@@ -57,7 +57,7 @@ def base_recipe(recipe: Recipe, method: str) -> Recipe:
 
 def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[str, ...]:
     """Return the methods that a recipe supports with its parallelism degrees."""
-    run = resolve(recipe, devices)
+    run = resolve_recipe(recipe, devices)
     if run.units:
         return ("disaggregated",)
     if recipe.parallel.placement == "colocated" or run.llm.pipeline > 1:
@@ -168,7 +168,7 @@ def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Valu
     }
     if method == "disaggregated":
         return changes
-    llm = resolve(recipe, devices).llm
+    llm = resolve_recipe(recipe, devices).llm
     changes |= {f"parallel.{axis}": getattr(llm, axis) for axis in AXES}
     changes |= {f"parallel.{key}": getattr(parallel, key) for key in OWN_KEYS}
     changes["parallel.schedule"] = FIRST_SCHEDULES.get(method, "1f1b")

@@ -127,7 +127,7 @@ def _times_ms(step: SimulatedStep, candidate: Candidate) -> dict[str, float]:
     times_ms = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
     for kind in BUBBLE_CLASSES:
         times_ms[f"bubbles ({kind.replace('_', ' ')})"] = (
-            timeline.bubble_share[kind] * step.makespan_ms
+            timeline.bubble_fractions[kind] * step.makespan_ms
         )
     times_ms["optimizer"] = candidate.forecast.update_ms
     return times_ms

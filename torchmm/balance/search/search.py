@@ -60,7 +60,7 @@ from torchmm.balance.section import SearchConfig
 from torchmm.common.errors import ConfigError
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.costs.operators import Profile
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
@@ -135,7 +135,7 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     sample = StepSample(recipe) if sample is None else sample
     if not sample.packs:
         raise ConfigError("training.global_batch_size: the first step has no sequences")
-    run_costs(resolve(plain, ranks), sample.modules, profile)
+    run_costs(resolve_recipe(plain, ranks), sample.modules, profile)
     search = _Search(
         plain, devices, profile, sample,
         exact=exact, schedules=schedules, limits=limits, report=report,

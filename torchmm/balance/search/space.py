@@ -377,7 +377,7 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
         if module.kind != "llm":
             key = f"parallel.{module.name}.sub_microbatch_images"
             values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
-            limits[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
+            limits[key] = max(1, *(pack.module_image_count(module.name) for pack in sample.packs))
     if plan.schedule != "searched":
         for count, images in FIRST_SEGMENTS:
             changed = {

@@ -96,11 +96,11 @@ def launch_times(plan: PipelinePlan, costs: PlanCosts) -> LaunchTimes:
                 pieces.popleft()
             if (launch := plan.launches.get(action)) is None:
                 continue
-            for begun in launch.begins:
+            for begun in launch.encoder_actions:
                 pieces += timed_pieces(begun, plan.graph, costs)
             busy_ms = 0.0
             rooms_ms = collective_room_ms(action, plan.graph, costs)
-            for count, room_ms in zip(launch.pieces, rooms_ms, strict=False):
+            for count, room_ms in zip(launch.pieces_per_collective, rooms_ms, strict=False):
                 load_ms = send_ms = 0.0
                 for _ in range(min(count, len(pieces))):
                     piece = pieces.popleft()

@@ -179,7 +179,7 @@ class _Builder:
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
             gather = self.gathers.pop((rank, action.stage), NONE)
             after += [gather] if gather != NONE else []
-        mirrors = self.plan.graph.layout.mirrored[action.stage]
+        mirrors = self.plan.graph.layout.mirror_stages[action.stage]
         synchronizes = action.type in COMPUTE and len(mirrors) > 1
         if synchronizes and previous != NONE:
             after.append(previous)

@@ -29,7 +29,7 @@ from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, dur
 from torchmm.balance.simulation.launched import launch_times
 from torchmm.balance.simulation.plan_graph import build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
+from torchmm.pipelining.checks.rules import MemoryModel, PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
@@ -88,14 +88,14 @@ class SimulatedStep:
         limit = self.costs.memory_limit_bytes
         return limit is None or max(self.peak_bytes, default=0) <= limit
 
-    def kept_bytes(self, modules: Collection[str]) -> tuple[int, ...]:
+    def saved_bytes(self, modules: Collection[str]) -> tuple[int, ...]:
         """Return the peak of the saved activations of some modules, by rank of the plan."""
         stages = {s.index for s in self.plan.graph.layout.stages if s.module in modules}
         kept, later = (
             {task: nbytes for task, nbytes in of_tasks.items() if task.stage in stages}
-            for of_tasks in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
+            for of_tasks in (self.costs.saved_bytes, self.costs.saved_for_weights_bytes)
         )
-        costs = PlanCosts({}, kept_bytes=kept, kept_for_weights_bytes=later)
+        costs = PlanCosts({}, saved_bytes=kept, saved_for_weights_bytes=later)
         changes = memory_changes(replace(self.plan, specs={}), costs)
         return tuple(int(np.cumsum(of_tasks).max(initial=0)) for of_tasks in changes)
 
@@ -124,7 +124,7 @@ class SimulatedStep:
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
 
 
-def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> SimulatedStep:
+def simulate(plan: PipelinePlan, costs: PlanCosts, book: PlanRules | None = None) -> SimulatedStep:
     """Simulate a step.
 
     Args:
@@ -154,7 +154,7 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None)
 
 
 def _memory(
-    plan: PipelinePlan, costs: PlanCosts, records: list[ActionRecord], book: RuleBook | None
+    plan: PipelinePlan, costs: PlanCosts, records: list[ActionRecord], book: PlanRules | None
 ) -> tuple[MemoryTimeline, ...]:
     """Return the memory of each rank over time."""
     static = costs.static_bytes or (0,) * len(plan.actions)
@@ -171,7 +171,7 @@ def _memory(
 
 
 def memory_changes(
-    plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None
+    plan: PipelinePlan, costs: PlanCosts, book: PlanRules | None = None
 ) -> list[Int64s]:
     """Return the memory changes of each rank: two values per action, at its start and its end.
 
@@ -182,10 +182,10 @@ def memory_changes(
             which takes most of the time.
     """
     memory = MemoryModel(
-        lambda task: costs.kept_bytes.get(task, 0),
-        lambda task: costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0)),
+        lambda task: costs.saved_bytes.get(task, 0),
+        lambda task: costs.saved_for_weights_bytes.get(task, costs.saved_bytes.get(task, 0)),
     )
-    book = RuleBook(plan) if book is None else book
+    book = PlanRules(plan) if book is None else book
     changes = []
     for rank, program in enumerate(plan.actions):
         rows = np.zeros((len(program), 2), np.int64)
@@ -203,14 +203,14 @@ def memory_changes(
 
 
 def _allocate_ahead(
-    plan: PipelinePlan, rank: int, book: RuleBook, memory: MemoryModel, rows: Int64s
+    plan: PipelinePlan, rank: int, book: PlanRules, memory: MemoryModel, rows: Int64s
 ) -> None:
     """Move the allocations of actions that an LLM action starts early to this LLM action."""
     if not plan.launches:
         return
     places = {action: place for place, action in enumerate(plan.actions[rank])}
     for llm in places.keys() & plan.launches.keys():
-        for action in plan.launches[llm].begins:
+        for action in plan.launches[llm].encoder_actions:
             allocated, _ = book.bytes_of(rank, action, memory)
             rows[places[action], 0] -= allocated
             rows[places[llm], 0] += allocated
@@ -226,7 +226,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
         return temporary
     if plan.training and plan.graph.needs_backward(action.stage, action.microbatch):
         return temporary
-    return temporary + costs.kept_bytes.get(action.task, 0)
+    return temporary + costs.saved_bytes.get(action.task, 0)
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
@@ -240,8 +240,8 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
         if not 0 <= nbytes < inf:
             problems.append(f"rank {rank} has {nbytes} static bytes; must be 0 or more")
     for task in plan.graph.tasks():
-        kept = costs.kept_bytes.get(task, 0)
-        later = costs.kept_for_weights_bytes.get(task, 0)
+        kept = costs.saved_bytes.get(task, 0)
+        later = costs.saved_for_weights_bytes.get(task, 0)
         if not (0 <= kept < inf and 0 <= later < inf):
             problems.append(
                 f"{task} saves {kept} bytes, {later} between its I and W; must be 0 or more"

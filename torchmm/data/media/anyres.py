@@ -25,7 +25,7 @@ from PIL import Image
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from torchmm.common.tiles import Kept, Shrunk, shrink_weights
+from torchmm.common.tiles import TileDownsample, TileRegion, interpolation_weights
 from torchmm.data.media.tile_schemes import TileGrid, TilingScheme
 
 MIN_DOWNSAMPLE_RATIO = 1.1
@@ -36,7 +36,7 @@ class AnyResTiling(TilingScheme):
     """Tiling of `LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`."""
 
     def make_grid(self, width_px: int, height_px: int, max_tiles: int) -> TileGrid:
-        all_tokens = Kept(0, self.rows, 0, self.rows, 0)
+        all_tokens = TileRegion(0, self.rows, 0, self.rows, 0)
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
 
@@ -61,7 +61,7 @@ class AnyResTiling(TilingScheme):
         length = tokens // lines if lines else 0
         top = (tall * self.rows - lines) // 2
         left = (wide * self.rows - length) // 2
-        box = Kept(top, top + lines, left, left + length, lines)
+        box = TileRegion(top, top + lines, left, left + length, lines)
 
         # Shrink the features of large images.
         rows, columns = lines, length
@@ -88,8 +88,8 @@ class AnyResTiling(TilingScheme):
         return super().pixels(image, grid, raw)[: grid.tiles]
 
     def _divide_tiles(
-        self, box: Kept, tall: int, wide: int, rows: int, columns: int
-    ) -> tuple[list[Kept], list[np.ndarray]]:
+        self, box: TileRegion, tall: int, wide: int, rows: int, columns: int
+    ) -> tuple[list[TileRegion], list[np.ndarray]]:
         """Return the kept tokens of each tile, and their positions among all tokens."""
         down = _axis_spans(box.top, box.bottom, rows, tall, self.rows)
         right = _axis_spans(box.left, box.right, columns, wide, self.rows)
@@ -102,8 +102,8 @@ class AnyResTiling(TilingScheme):
                 ends = np.arange(*y.starting) * (columns + 1) + columns if x.last else np.arange(0)
                 shrunk = None
                 if sizes != [(rows, rows), (columns, columns)]:
-                    shrunk = Shrunk(sizes[0], sizes[1], y.start, x.start, y.to, x.to)
-                kept.append(Kept(y.first, y.end, x.first, x.end, len(ends), shrunk))
+                    shrunk = TileDownsample(sizes[0], sizes[1], y.start, x.start, y.to, x.to)
+                kept.append(TileRegion(y.first, y.end, x.first, x.end, len(ends), shrunk))
                 token_offsets.append(np.concatenate([(lines + np.arange(*x.to)).ravel(), ends]))
         return kept, token_offsets
 
@@ -134,7 +134,7 @@ def _axis_spans(low: int, high: int, after: int, tiles: int, side: int) -> list[
         tiles: Number of tiles.
         side: Number of rows of a tile.
     """
-    weights = shrink_weights(high - low, after) if after else np.zeros((0, high - low))
+    weights = interpolation_weights(high - low, after) if after else np.zeros((0, high - low))
     begins = np.argmax(weights != 0, axis=1) if weights.size else np.zeros(0, np.int64)
     spans = []
     for number in range(tiles):

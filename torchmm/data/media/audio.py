@@ -6,7 +6,7 @@ is packed without padding. Whisper pads all audio to 30 s, which would make shor
 
 If the encoder attends to the padding of a chunk (Voxtral), the padding is part of the audio. If it
 masks the padding (Qwen2-Audio), the padding is used for the spectrogram and then removed
-(`SoundChunks`).
+(`AudioChunks`).
 
 libsndfile (soundfile) reads files, and a polyphase filter (SciPy) resamples them. torchcodec is not
 used, because its binaries do not match all versions of torch.
@@ -25,7 +25,7 @@ import numpy as np
 import transformers
 from numpy.lib.stride_tricks import sliding_window_view
 
-from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
+from torchmm.common.batch import AudioChunks, ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.record_formats.columns import MAX_SAMPLING_RATE
@@ -63,7 +63,7 @@ class AudioPreprocessor:
         self._takes_waveform = self._extractor.model_input_names[0] == "input_values"
         hop = 1 if self._takes_waveform else self._extractor.hop_length
         self._hop = hop
-        self._chunks = spec.sound_chunks or SoundChunks(spec.patch_size_px, 1, "patch")
+        self._chunks = spec.sound_chunks or AudioChunks(spec.patch_size_px, 1, "patch")
         self._frames = spec.patch_size_px // hop
         if self._frames * hop != spec.patch_size_px:
             raise ConfigError(

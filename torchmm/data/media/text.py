@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import IGNORE_TARGET, Marks, TextSpec
+from torchmm.common.batch import IGNORE_TARGET, MarkerText, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.record_formats.sample import (
@@ -49,7 +49,7 @@ def max_text_characters(sequence_length: int) -> int:
 class TiledSegment(ImageSegment):
     """Image that is cut into tiles."""
 
-    markers: tuple[Marks, ...] = ()
+    markers: tuple[MarkerText, ...] = ()
     """Markers before, between and after the tiles."""
 
 
@@ -57,7 +57,7 @@ class TiledSegment(ImageSegment):
 class FramesSegment(VideoSegment):
     """Group of frames of a video."""
 
-    markers: tuple[Marks, ...] = ()
+    markers: tuple[MarkerText, ...] = ()
     """Markers before and after the frames."""
 
 
@@ -236,7 +236,7 @@ class TextEncoder:
             ids += placeholders + self._encode_markers(markers)
         return ids, starts
 
-    def _encode_markers(self, markers: Marks) -> list[int]:
+    def _encode_markers(self, markers: MarkerText) -> list[int]:
         ids: list[int] = []
         for marker in markers:
             ids += (
@@ -252,7 +252,7 @@ class _ImageBlock(NamedTuple):
 
     placeholder: int
     """Token id of the placeholder."""
-    markers: list[Marks]
+    markers: list[MarkerText]
     """Markers before, between and after the tiles. Two entries for a single image."""
 
 

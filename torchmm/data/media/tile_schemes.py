@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
-from torchmm.common.batch import Marks, TextSpec
-from torchmm.common.tiles import Kept
+from torchmm.common.batch import MarkerText, TextSpec
+from torchmm.common.tiles import TileRegion
 from torchmm.data.media.uint8_pixels import RAW_SETTINGS, shape_array, to_uint8
 
 MAX_CROPS_KEY = "pan_and_scan_max_num_crops"
@@ -27,11 +27,11 @@ CROPS_TEXT = " and here are some crops to help you see better "
 class TileGrid(NamedTuple):
     """Tiling of one image."""
 
-    markers: tuple[Marks, ...]
+    markers: tuple[MarkerText, ...]
     """Markers before, between and after the tiles, one entry more than tiles."""
     settings: dict[str, Any]
     """Additional settings of the image processor that enforce a limit on tiles."""
-    kept: tuple[Kept, ...] | None = None
+    kept: tuple[TileRegion, ...] | None = None
     """Used tokens of each tile. None for all tokens."""
     token_offsets: tuple[np.ndarray, ...] | None = None
     """Offsets of the tokens of each tile, relative to its first placeholder."""
@@ -145,12 +145,12 @@ class Idefics3Tiling(TilingScheme):
         _, rows, columns = self._sizes.split_images(image, self.processor.max_image_size)
         return rows, columns
 
-    def _make_markers(self, rows: int, columns: int) -> tuple[Marks, ...]:
+    def _make_markers(self, rows: int, columns: int) -> tuple[MarkerText, ...]:
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
         if rows * columns == 0:
             return prefix, suffix
-        markers: list[Marks] = []
+        markers: list[MarkerText] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 name = f"<row_{row}_col_{column}>"
@@ -196,7 +196,7 @@ class PanAndScanTiling(TilingScheme):
         return TileGrid((first, second, *[further] * (crops - 1), suffix), settings)
 
 
-def join_markers(*parts: Marks) -> Marks:
+def join_markers(*parts: MarkerText) -> MarkerText:
     """Concatenate markers, and join adjacent text, which is tokenized together."""
     markers: list[int | str] = []
     for marker in (marker for part in parts for marker in part):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from torchmm.common.batch import ImageMeta, TextSpec
 from torchmm.common.errors import ConfigError
-from torchmm.common.tiles import Kept, TileSpec
+from torchmm.common.tiles import TileRegion, TileSpec
 from torchmm.data.media.anyres import AnyResTiling
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
 from torchmm.data.media.tile_schemes import (
@@ -151,7 +151,7 @@ class Tile:
         return self.parent.pixels[self.number]
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> TileRegion | None:
         """Tokens of the tile that the LLM receives. None for all tokens."""
         kept = self.parent.grid.kept
         return kept[self.number] if kept is not None else None

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import ImageMeta, Marks, TextSpec
+from torchmm.common.batch import ImageMeta, MarkerText, TextSpec
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import CorruptSampleError
@@ -245,7 +245,7 @@ class VideoPart(NamedTuple):
 
     before: str
     """Text before the frames, for example their time."""
-    markers: tuple[Marks, ...]
+    markers: tuple[MarkerText, ...]
     """Markers before and after the frames. Empty if the part is the complete video."""
     file: VideoFrames
     meta: ImageMeta

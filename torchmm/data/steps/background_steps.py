@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.step_process import END, Progress, RestartingProcess, StepProcess
+from torchmm.common.step_process import END_OF_STEPS, RequestStatus, RestartingProcess, StepProcess
 from torchmm.data.items import RankImages
 from torchmm.data.steps.plan_steps import PlannedStep, StepIterator, StepPosition
 
@@ -40,7 +40,7 @@ class _RankStepHandler:
         self._steps: StepIterator | None = None
 
     def __call__(
-        self, request: None, progress: Progress
+        self, request: None, progress: RequestStatus
     ) -> PlannedStep | Literal["end"] | Exception:
         try:
             if self._steps is None:
@@ -49,7 +49,7 @@ class _RankStepHandler:
         except TorchmmError as error:
             return error
         if step is None:
-            return END
+            return END_OF_STEPS
         rank = self._position.rank
         local = {n for packs in step.sequences_RMB[rank].tolist() for n in packs}
         rank_images = (
@@ -95,7 +95,7 @@ class BackgroundSteps:
 
     def __next__(self) -> PlannedStep:
         result = self._process.take(self._number + 1, TIMEOUT_S)
-        if result == END:
+        if result == END_OF_STEPS:
             raise StopIteration
         if isinstance(result, PlannedStep):
             step = result
@@ -103,7 +103,7 @@ class BackgroundSteps:
         else:
             if self._steps is None:
                 self._steps = self._make_steps(self._position)
-            with self._process.compute_here():
+            with self._process.compute_locally():
                 step = next(self._steps)
                 self._advance(step)
         self._number += 1

@@ -160,7 +160,7 @@ class Feed(Protocol):
 
         Args:
             indices_N: Indices of the samples in the source.
-            modules: Argument of `ImageSizes.of`.
+            modules: Argument of `ImageSizes.from_samples`.
         """
         ...
 

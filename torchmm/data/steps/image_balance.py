@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchmm.common.batch import ImageOwners, ImageSizes, Imbalance, consecutive
+from torchmm.common.batch import ImageAssignment, ImageSizes, Imbalance, concatenate_ranges
 from torchmm.data.items import AssignedSample, PackItems, RankImages
 from torchmm.data.steps.plan_steps import ImageBalancer, PlannedStep, StepIterator, StepPacks
 from torchmm.data.steps.shuffling import Int64s
@@ -57,9 +57,9 @@ def balance_images(step: PlannedStep, balance: ImageBalancer) -> PlannedStep:
     for sequences_RB in step.sequences_RMB.swapaxes(0, 1):
         samples_R = samples_P[sequences_RB].sum(1)
         sequences = sequences_RB.reshape(-1)
-        samples = consecutive(packs.starts_P1[sequences], samples_P[sequences])
+        samples = concatenate_ranges(packs.starts_P1[sequences], samples_P[sequences])
         homes_S = np.repeat(np.arange(len(samples_R)), samples_R)
-        images = assign_images(sizes.part(samples), homes_S, balance, len(samples_R))
+        images = assign_images(sizes.select(samples), homes_S, balance, len(samples_R))
         microbatches.append((samples, images))
 
     def items_of(samples: Int64s) -> Callable[[Int64s], PackItems]:
@@ -69,7 +69,7 @@ def balance_images(step: PlannedStep, balance: ImageBalancer) -> PlannedStep:
         return [images.of_rank(rank, items_of(samples)) for samples, images in microbatches]
 
     before, after, mean = np.sum([images.owners[1:] for _, images in microbatches], axis=0)
-    metrics = Imbalance(before / mean, after / mean).figures("image") if mean else {}
+    metrics = Imbalance(before / mean, after / mean).metrics("image") if mean else {}
     return replace(step, rank_images=cache(rank_images), imbalance={**step.imbalance, **metrics})
 
 
@@ -89,7 +89,7 @@ class AssignedImages:
     counts_S: Int64s
     modules_I: Int64s
     homes_I: Int64s
-    owners: ImageOwners
+    owners: ImageAssignment
 
     def of_rank(self, rank: int, items: Callable[[Int64s], PackItems]) -> RankImages:
         """Return the images that one rank encodes and generates.

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
-from torchmm.common.batch import Arrangement, ImageOwners, ImageSizes, MicrobatchMeta
+from torchmm.common.batch import ImageAssignment, ImageSizes, MicrobatchMeta, SequenceAssignment
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import list_messages
 from torchmm.data.identity import describe_changes, is_comparable, is_same_stream
@@ -44,7 +44,7 @@ STATE_VERSION = 2
 T = TypeVar("T")
 SampleKey = tuple[int, int, int]
 """Key of a sample in the global order: feed, epoch and index."""
-ArrangeSequences = Callable[[Sequence[MicrobatchMeta]], Arrangement]
+ArrangeSequences = Callable[[Sequence[MicrobatchMeta]], SequenceAssignment]
 """Assigns the sequences of a global batch, one microbatch each, to ranks and microbatches."""
 
 
@@ -56,7 +56,7 @@ class ImageBalancer(Protocol):
         """Names of all encoders and of the generator, if the model has one."""
         ...
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageAssignment:
         """Return the rank that encodes or generates each image of one microbatch of all ranks.
 
         Args:
@@ -134,7 +134,7 @@ def packs_from_items(packs: Sequence[PackItems]) -> StepPacks:
 def _image_sizes_of_items(
     items: Mapping[SampleKey, Item], samples: SampleArrays, modules: Sequence[str]
 ) -> ImageSizes:
-    return ImageSizes.of([items[name].meta for name in samples.sample_keys()], modules)
+    return ImageSizes.from_samples([items[name].meta for name in samples.sample_keys()], modules)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def arrange_step(
             f"{count} packed sequences for {shape[0]} ranks were arranged as {sequences}; every "
             "sequence must have one position, and all microbatches the same size"
         )
-    metrics = {} if imbalance is None else imbalance.figures("sequence")
+    metrics = {} if imbalance is None else imbalance.metrics("sequence")
     sequences_RMB = np.array(sequences, np.int64)
     return replace(plan, sequences_RMB=sequences_RMB, imbalance={**plan.imbalance, **metrics})
 
@@ -404,7 +404,7 @@ class StepPlanner:
                 return _image_sizes_of_items(items, samples.select(members), modules)
             return feed.image_sizes(samples.indices_N[members], modules)
 
-        return ImageSizes.of_groups(samples.feeds_N, of_feed)
+        return ImageSizes.from_groups(samples.feeds_N, of_feed)
 
     def _state(self) -> dict[str, Any]:
         # Sequences are saved as references to samples. A resumed run requests these samples from

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 
 
 class PendingResult(Protocol):
@@ -232,7 +232,7 @@ class CollectiveBackend(OverlapBackend):
     """Backend with unsplit matmuls and collectives."""
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _StartedCollective:
-        started = torch_private.start_all_gather(x_SD.contiguous(), self.group)
+        started = torch_compat.start_all_gather(x_SD.contiguous(), self.group)
         return _StartedCollective(started, rows)
 
     def start_linear_scatter(
@@ -240,7 +240,7 @@ class CollectiveBackend(OverlapBackend):
     ) -> _StartedCollective:
         partial = self._full_matmul(inputs, weights, slice_rows)
         return _StartedCollective(
-            torch_private.start_reduce_scatter(partial, self.group), slice_rows
+            torch_compat.start_reduce_scatter(partial, self.group), slice_rows
         )
 
     def _full_matmul(
@@ -267,7 +267,7 @@ class SymmetricMemoryBackend(CollectiveBackend):
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _StartedCollective:
         input_SD = x_SD.contiguous()
-        started = torch_private.start_copy_engine_gather(input_SD, self.group)
+        started = torch_compat.start_copy_engine_gather(input_SD, self.group)
         self._gathering = _StartedCollective(started, rows, input_SD)
         return self._gathering
 
@@ -275,8 +275,8 @@ class SymmetricMemoryBackend(CollectiveBackend):
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
         matrices = [weight.t() for weight in weights]
-        _, outputs = torch_private.fused_gather_matmul(
-            x_SD.contiguous(), matrices, self.group, keep=False
+        _, outputs = torch_compat.fused_gather_matmul(
+            x_SD.contiguous(), matrices, self.group, returns_input=False
         )
         outputs = [output[:rows] for output in outputs]
         return [p if b is None else p.add_(b) for p, b in zip(outputs, biases, strict=True)]
@@ -284,8 +284,8 @@ class SymmetricMemoryBackend(CollectiveBackend):
     def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        full_TD, outputs = torch_private.fused_gather_matmul(
-            x_SD.contiguous(), [weight.t()], self.group, keep=True
+        full_TD, outputs = torch_compat.fused_gather_matmul(
+            x_SD.contiguous(), [weight.t()], self.group, returns_input=True
         )
         assert full_TD is not None
         return outputs[0][:rows], full_TD[:rows]
@@ -296,12 +296,12 @@ class SymmetricMemoryBackend(CollectiveBackend):
         if self._gathering is not None:
             partial = self._full_matmul(inputs, weights, slice_rows)
             self._gathering.wait()  # frees the workspace
-            started = torch_private.start_copy_engine_scatter(partial, self.group)
+            started = torch_compat.start_copy_engine_scatter(partial, self.group)
             return _StartedCollective(started, slice_rows, partial)
         joint_TF = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
         joint_DF = weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
         x_NF = _pad_rows(joint_TF.contiguous(), slice_rows * self.ranks)
-        scattered = torch_private.fused_matmul_scatter(x_NF, joint_DF.t(), self.group)
+        scattered = torch_compat.fused_matmul_scatter(x_NF, joint_DF.t(), self.group)
         return _StartedCollective(scattered, slice_rows)
 
 
@@ -321,7 +321,7 @@ class _StartedCollective:
         self._read = read
 
     def wait(self) -> Tensor:
-        complete = torch_private.wait(self._started)[: self._rows]
+        complete = torch_compat.wait(self._started)[: self._rows]
         self._read = None
         return complete
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchmm.extensions.async_tp.backends import BACKENDS, OverlapBackend
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 
 
 class Overlap(NamedTuple):
@@ -112,7 +112,7 @@ def take_slice(x_TD: Tensor, slice_rows: int, overlap: Overlap) -> Tensor:
 
 
 def _backend(backend: str, group: str, chunks: int) -> OverlapBackend:
-    return BACKENDS[backend](torch_private.group_named(group), chunks)
+    return BACKENDS[backend](torch_compat.find_process_group(group), chunks)
 
 
 @torch.library.custom_op("torchmm::gather_linear", mutates_args=())

@@ -26,7 +26,7 @@ from torchmm.extensions.async_tp.backends import CollectiveBackend, SymmetricMem
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
 from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CANDIDATES = (1, 2, 4, 8)
@@ -149,7 +149,7 @@ def time_chunks(
     The time is that of the slowest rank, and identical on all ranks. It is the median of a few
     alternating runs, so that disturbances affect all candidates equally.
     """
-    group = torch_private.group_named(overlap.group)
+    group = torch_compat.find_process_group(overlap.group)
     ranks = group.size()
     width, hidden, rows = layer.ffn_size // ranks, layer.hidden_size, -(-tokens // ranks)
     x_SD = torch.zeros(rows, hidden, device=device, dtype=dtype)

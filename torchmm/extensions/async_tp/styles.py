@@ -44,7 +44,7 @@ from torchmm.parallel.tensor.sequence import (
     OverlapStyles,
     SequenceSlices,
     batch_first,
-    change_input,
+    convert_input,
     distribute_parameters,
     sequence_first,
 )
@@ -135,7 +135,7 @@ class AsyncScope(_Overlapping):
         for index, column in enumerate(columns):
             column.index = index
 
-        change_input(module, lambda hidden: self._multiply(hidden, columns))
+        convert_input(module, lambda hidden: self._multiply(hidden, columns))
         return module
 
     def _multiply(self, x_BSD: Tensor, columns: list[PrecomputedColumn]) -> ScopeInput:

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.files import PREPARED_FILE, read_prepared, replace_atomically
+from torchmm.common.files import PREPARED_FILE, read_prepared_manifest, replace_atomically
 from torchmm.extensions.demo_data.packages import Package
 
 
 def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
     """Return True if a set was made with these options and its files are unmodified."""
-    entry = read_prepared(output).get(name)
+    entry = read_prepared_manifest(output).get(name)
     if entry is None or entry["options"] != options:
         return False
     return all(
@@ -39,7 +39,7 @@ def record_data_set(
         details: `options` of the set, and `counts`.
     """
     files = sorted(f for f in (output / name).rglob("*") if f.is_file())
-    entries = read_prepared(output)
+    entries = read_prepared_manifest(output)
     entries[name] = {
         "packages": [
             {"name": p.name, "version": p.version, "sha256": sha256(p.file)} for p in packages

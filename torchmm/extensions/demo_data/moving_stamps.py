@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.media.images import to_rgb
 from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 from torchmm.extensions.demo_data.parquet_files import write_splits
@@ -71,7 +71,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     rows = [row for file in files for row in _rows(file, options)]
     with new_directory(output / "moving_stamps") as directory:
         counts = write_splits(directory, rows, FEATURES)
-    licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
+    licence = read_prepared_manifest(output)["tuxpaint_stamps"]["licence"]
     record_data_set(output, "moving_stamps", [], licence, {"options": options, "counts": counts})
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchmm.common.errors import DataError, install_command
-from torchmm.common.log import worked
+from torchmm.common.log import iterate_with_progress
 from torchmm.data.media.images import decode_rgb
 from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 
@@ -108,7 +108,7 @@ def _train(vae: Any, train_images: Tensor) -> None:
     """Train the autoencoder, with random horizontal flips."""
     optimizer = torch.optim.Adam(vae.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
-    for _ in worked("training the autoencoder", range(STEPS), STEPS, "steps"):
+    for _ in iterate_with_progress("training the autoencoder", range(STEPS), STEPS, "steps"):
         batch = train_images[torch.randint(len(train_images), (BATCH_SIZE,))]
         batch = batch.flip(-1) if torch.rand(()) < 0.5 else batch
         distribution = vae.encode(batch).latent_dist

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 
 VOCAB_SIZE = 1024
@@ -60,7 +60,7 @@ def prepare(
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    licence = read_prepared(output)[texts]["licence"]
+    licence = read_prepared_manifest(output)[texts]["licence"]
     record_data_set(output, name, [], licence, {"options": options, "counts": counts})
 
 

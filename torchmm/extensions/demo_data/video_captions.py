@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.media.images import to_rgb
 from torchmm.data.media.video import VideoFile
 from torchmm.data.media.video_writer import VIDEO_FORMATS, encode_video
@@ -204,7 +204,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     with new_directory(output / "stamp_videos") as directory:
         counts = write_splits(directory, rows, FEATURES)
     counts = {f"{split} clips": count for split, count in counts.items()}
-    licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
+    licence = read_prepared_manifest(output)["tuxpaint_stamps"]["licence"]
     record_data_set(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
 
 

@@ -19,7 +19,7 @@ from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.loader import StepBatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.build import open_checkpoints
 from torchmm.training.data_build import build_data
 from torchmm.training.model_build import build_meta_model, choose_model_stages, materialize_stages
@@ -27,7 +27,7 @@ from torchmm.training.pipeline import Pipeline
 from torchmm.training.validation import held_out_losses
 
 
-def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
+def image_losses(run: ResolvedRecipe, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
     """Return the held-out loss of the newest checkpoint of a run for each replacement of images.
 
     Returns:
@@ -53,7 +53,7 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
     }
 
 
-def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
+def text_only_loss(run: ResolvedRecipe, mesh: ParallelMesh) -> float:
     """Return the held-out loss of the untrained LLM with the same prompts and without images."""
     recipe = run.recipe
     text_model = recipe.model.model_copy(update={"encoders": {}})
@@ -64,7 +64,7 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
 
 
 def _open_run(
-    run: Resolved, mesh: ParallelMesh
+    run: ResolvedRecipe, mesh: ParallelMesh
 ) -> tuple[MultimodalModel, Pipeline, list[StepBatch]]:
     """Return the model, its pipeline and the held-out batches of a run, with all images.
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import working
+from torchmm.common.log import report_progress
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
@@ -155,7 +155,7 @@ class BenchmarkRunner:
         self._logger.info("benchmarks of step %d: %s", self._step, shown)
         return evaluation
 
-    @working("waiting for benchmarks")
+    @report_progress("waiting for benchmarks")
     def finish(self, stopped: Callable[[], bool]) -> list[Evaluation]:
         """Wait for the running evaluation, then evaluate the last snapshot if it is queued.
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratorSpec
-from torchmm.common.log import worked
+from torchmm.common.log import iterate_with_progress
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import ParallelMesh
@@ -114,15 +114,15 @@ def generate_pixels(
     moved = microbatch.to(mesh.device)
     inputs = moved.generator
     assert inputs is not None
-    source = mesh.global_rank(pipeline=pipeline.last_rank(GENERATOR))
-    x_PV = inputs.drawn_noise_PV.clone()
+    source = mesh.first_global_rank(pipeline=pipeline.last_rank(GENERATOR))
+    x_PV = inputs.target_noise_PV.clone()
     pixels_PX = torch.empty(inputs.patches_PV.shape, device=x_PV.device)
     images = len(inputs.grids_thw)
     of_latents = inputs.latent_values > 0
-    for step in worked("drawing", range(steps, 0, -1), steps, "denoising steps"):
+    for step in iterate_with_progress("drawing", range(steps, 0, -1), steps, "denoising steps"):
         # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
         times = [step / steps] * images
-        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)
+        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, is_encoded=of_latents)
         shown = replace(moved, generator=now)
         if of_latents and step == 1:
             x_PV = _broadcast(source, pipeline.decode_latents(shown), pixels_PX)

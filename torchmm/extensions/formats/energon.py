@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import UnsafeNameError, require_relative_name
+from torchmm.common.files import UnsafeNameError, check_relative_name
 from torchmm.data.corrupt import CorruptSampleError, record_errors_at
 from torchmm.data.files.offset_cache import OffsetCache
 from torchmm.data.files.remote_files import AnyFile, FileSystem, RemoteFile, RemotePath
@@ -319,7 +319,7 @@ def _count_nodes(value: Any, counts: dict[int, int]) -> int:
 
 def _relative(name: str, location: str) -> str:
     try:
-        return require_relative_name(name, location)
+        return check_relative_name(name, location)
     except UnsafeNameError as error:
         raise DataError(str(error)) from error
 

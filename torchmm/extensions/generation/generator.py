@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.common.device_copies import to_device
-from torchmm.common.generated import DUMMY, GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.generated import DUMMY_IMAGE, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
 from torchmm.models.generator import GeneratorModule, MessageShapes
@@ -159,13 +159,13 @@ class DitModule(GeneratorModule):
         return self.family.describe_layer(self.spec.config)
 
     @property
-    def value_bytes(self) -> int:
+    def input_value_bytes(self) -> int:
         """Bytes of a pixel and its noise. For latents, see `LatentSizes`."""
         return 1 + 4
 
     @property
     def dummy_patches(self) -> int:
-        return DUMMY.patches
+        return DUMMY_IMAGE.patches
 
     def describe(self) -> ModuleDescription:
         """Return the sizes of this stage, from which costs and memory are computed."""
@@ -191,9 +191,9 @@ class DitModule(GeneratorModule):
         if not self.is_last:
             return state
         target_AV = inputs.patches_PV if state.latents_AV is None else state.latents_AV
-        error_AV = self._velocity(inputs, state) - (inputs.drawn_noise_PV - target_AV)
+        error_AV = self._velocity(inputs, state) - (inputs.target_noise_PV - target_AV)
         images = error_AV.square().mean(-1).split([prod(grid) for grid in inputs.grids_thw])
-        losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
+        losses = [c * i.mean() for c, i in zip(map(float, inputs.in_loss), images, strict=True)]
         return torch.stack(losses).sum()
 
     def velocity(self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -202,7 +202,7 @@ class DitModule(GeneratorModule):
     def decode_latents(
         self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
     ) -> Tensor:
-        assert inputs.encoded and self.latent_decoder is not None
+        assert inputs.is_encoded and self.latent_decoder is not None
         velocity_AV = self._velocity(inputs, self._run(inputs, stage_input))
         sizes = [prod(grid) for grid in inputs.grids_thw]
         time_A1 = _times_of_patches(inputs.times, sizes, velocity_AV.device)
@@ -239,9 +239,9 @@ class DitModule(GeneratorModule):
         time_A1 = _times_of_patches(inputs.times, sizes, device)
         latents_AV = self._latents(inputs)
         target_AV = inputs.patches_PV
-        if latents_AV is not None and not inputs.encoded:
+        if latents_AV is not None and not inputs.is_encoded:
             target_AV = latents_AV
-        noisy_AV = (1 - time_A1) * target_AV + time_A1 * inputs.drawn_noise_PV
+        noisy_AV = (1 - time_A1) * target_AV + time_A1 * inputs.target_noise_PV
         positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
         hidden_NPD = self.family.embed(
             self.dit, pad_sequences(noisy_AV, sizes)[0], pad_sequences(positions_AD, sizes)[0]
@@ -255,7 +255,7 @@ class DitModule(GeneratorModule):
         if self.latent_encoder is None:
             return None
         pixels = inputs.patches_PV
-        if inputs.encoded:
+        if inputs.is_encoded:
             return pixels.to(self.connector.linear_1.weight.dtype)
         return self.latent_encoder(pixels, inputs.grids_thw, inputs.latent_noise_PV)
 
@@ -315,15 +315,15 @@ class DitModule(GeneratorModule):
         """
         pixels = noise = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
         if self.spec.latents is not None:
-            pixels = self.spec.latents.sizes.pixels
-            noise = self.spec.latents.sizes.noise
+            pixels = self.spec.latents.sizes.pixels_per_patch
+            noise = self.spec.latents.sizes.noise_per_patch
         return GeneratorInputs(
-            torch.zeros(DUMMY.patches, pixels, device=device),
-            torch.zeros(DUMMY.patches, noise, device=device),
+            torch.zeros(DUMMY_IMAGE.patches, pixels, device=device),
+            torch.zeros(DUMMY_IMAGE.patches, noise, device=device),
             [0.5],
-            [DUMMY.grid_thw],
-            torch.zeros(DUMMY.context, dtype=torch.int64, device=device),
-            [DUMMY.context],
+            [DUMMY_IMAGE.grid_thw],
+            torch.zeros(DUMMY_IMAGE.context, dtype=torch.int64, device=device),
+            [DUMMY_IMAGE.context],
             [False],
             latent_values=self.spec.images.latent_values,
         )

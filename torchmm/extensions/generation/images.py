@@ -46,7 +46,7 @@ class DiffusionImages(TargetImagePreprocessor):
         return self._random_numbers(key)[1]
 
     def add_noise(self, inputs: GeneratorInputs, keys: Sequence[NoiseKey]) -> GeneratorInputs:
-        held = range(len(keys)) if inputs.held is None else inputs.held
+        held = range(len(keys)) if inputs.local_images is None else inputs.local_images
         widths = [self.spec.latent_values or self.values, self.spec.latent_noise]
         noise = [torch.zeros(0, sum(widths))]
         for number in held:

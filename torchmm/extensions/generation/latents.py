@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.layers import LatentSizes
+from torchmm.common.layers import AutoencoderSizes
 from torchmm.models.layered import WeightFiles
 
 Grid = tuple[int, int, int]
@@ -49,7 +49,7 @@ class LatentSpec:
     sampled: bool
     """Whether latents are sampled from the encoder distribution. Otherwise they are its mean."""
     files: WeightFiles
-    sizes: LatentSizes
+    sizes: AutoencoderSizes
 
     @property
     def channels(self) -> int:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.errors import install_command
-from torchmm.common.layers import Rounded
+from torchmm.common.layers import Float8Linears
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
@@ -80,7 +80,9 @@ def find_float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.
     ]
 
 
-def describe_float8_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
+def describe_float8_linears(
+    module: LayeredModule, config: Float8Config
+) -> dict[int, Float8Linears]:
     """Return the float8 linear layers by layer index, for planners.
 
     The result is empty if the module does not use float8.
@@ -92,7 +94,7 @@ def describe_float8_linears(module: LayeredModule, config: Float8Config) -> dict
     for index, linears in _by_layer(module, config).items():
         sizes = {(linear.in_features, linear.out_features) for linear in linears}
         if sizes:
-            linears_by_layer[index] = Rounded(tuple(sorted(sizes)), calls, not config.emulate)
+            linears_by_layer[index] = Float8Linears(tuple(sorted(sizes)), calls, not config.emulate)
     return linears_by_layer
 
 

@@ -37,7 +37,7 @@ from torchmm.extensions.low_precision.state_formats import (
     StoredTensors,
     as_int32,
 )
-from torchmm.parallel.torch_private import fused_multiply_add
+from torchmm.parallel.torch_compat import fused_multiply_add
 
 MAX_SMALL_ELEMENTS = 2**20
 """Maximum number of elements of a tensor that is joined because it is small."""

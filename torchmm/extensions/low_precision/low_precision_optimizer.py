@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import missing_compiler
+from torchmm.common.processes import find_missing_compiler
 from torchmm.extensions.low_precision import fused_update
 from torchmm.extensions.low_precision.cpu_offload import OffloadTransfer
 from torchmm.extensions.low_precision.state_formats import (
@@ -42,7 +42,7 @@ from torchmm.extensions.low_precision.state_formats import (
     state_format,
 )
 from torchmm.models.hf.load import local_tensor
-from torchmm.parallel.torch_private import placed_like
+from torchmm.parallel.torch_compat import dtensor_like
 from torchmm.recipe.training_section import UPDATE_CHUNK, OptimizerConfig
 from torchmm.training.optimizers.muon import (
     apply_matrix_update,
@@ -112,7 +112,7 @@ class LowPrecisionOptimizer(RunOptimizer):
             for suffix, (shape, dtype) in storage_format.shapes(local.shape).items():
                 zeros = self._zeros(shape, dtype, local.device)
                 if isinstance(parameter, DTensor):
-                    zeros = placed_like(zeros, parameter, full_shapes[suffix][0])
+                    zeros = dtensor_like(zeros, parameter, full_shapes[suffix][0])
                 state[moment + suffix] = zeros
         return state
 
@@ -355,7 +355,7 @@ class LowPrecisionOptimizer(RunOptimizer):
 
 def uses_fused_update(device: torch.device) -> bool:
     """Return True if AdamW updates on `device` are compiled (`fused_update.py`)."""
-    return device.type == "cuda" and not missing_compiler(device.type)
+    return device.type == "cuda" and not find_missing_compiler(device.type)
 
 
 def _gradient(rows: _ParameterSlice) -> Tensor:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.processes import end_workers
+from torchmm.common.processes import kill_workers
 from torchmm.data.corrupt import escape_text
 from torchmm.extensions.remote.producers.registry import StatusReporter
 from torchmm.extensions.remote.producers.rpc import (
@@ -113,7 +113,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     closing = threading.Thread(target=producer.close, daemon=True)  # waits for slow readers
     closing.start()
     closing.join(SHUTDOWN_GRACE_S)
-    end_workers(multiprocessing.active_children())
+    kill_workers(multiprocessing.active_children())
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

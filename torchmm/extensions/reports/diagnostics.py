@@ -32,7 +32,7 @@ from torchmm.extensions.reports.timelines import plot_prediction, plot_schedules
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.tracking.run_directory import TIMELINE_FOLDER
@@ -91,7 +91,7 @@ class DiagnosticsHook(Hook):
     def _save_timeline(self, step: int, done: FinishedStep) -> None:
         """Write records, trace and figures of a pipeline step. Collective."""
         parts = self.components
-        if parts.mesh.pipeline_size == 1:
+        if parts.mesh.plan_size == 1:
             return
         directory = parts.run_dir / TIMELINE_FOLDER
         microbatches = done.batch.microbatches
@@ -125,7 +125,7 @@ class DiagnosticsHook(Hook):
 
 
 def predict_peak_bytes(
-    run: Resolved,
+    run: ResolvedRecipe,
     pipeline: Pipeline,
     mesh: ParallelMesh,
     plan: PipelinePlan,
@@ -139,7 +139,7 @@ def predict_peak_bytes(
         model = run_costs(run, modules, run_profile(run.recipe, mesh.device))
         layerwise = pipeline.sharding == "layer"
         costs = costs_of_plan(plan, modules, metas, model, targets=targets, layerwise=layerwise)
-        return float(simulate(plan, costs).peak_bytes[mesh.pipeline_rank])
+        return float(simulate(plan, costs).peak_bytes[mesh.plan_rank])
     except ValueError as error:  # a failed prediction does not stop the run
         logger.warning("memory cannot be predicted: %s", error)
         return math.nan

@@ -11,7 +11,7 @@ import tomli_w
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, install_command
-from torchmm.pipelining.view.draw import timeline_picture
+from torchmm.pipelining.view.draw import timeline_image
 from torchmm.training.metrics import Record, group_by_panel
 from torchmm.training.tracking.run_directory import GeneratedSample
 from torchmm.training.tracking.run_files import RunFiles, code_version
@@ -87,7 +87,7 @@ class TensorBoardTracker:
         for image_step, file in new.generated_images.items():
             self._add_image("validation/generated_images", image_step, file)
         for measured_step, panel in new.measured_panels.items():
-            pixels = np.asarray(timeline_picture(panel))
+            pixels = np.asarray(timeline_image(panel))
             self._writer.add_image("pipeline/timeline", pixels, measured_step, dataformats="HWC")
 
     def _add_image(self, name: str, step: int, file: Path) -> None:

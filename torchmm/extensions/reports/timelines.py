@@ -31,7 +31,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.pipelining.view.exchange import write_chrome_trace
+from torchmm.pipelining.view.file_formats import write_chrome_trace
 from torchmm.pipelining.view.records import StepContent, read_records, write_records
 from torchmm.training.step import StepOutcome
 

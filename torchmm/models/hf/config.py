@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from torchmm.common.errors import ConfigError, describe_error, describe_refusal
+from torchmm.common.errors import ConfigError, describe_error, describe_load_error
 from torchmm.models.hf.config_checks import rope_settings, setting_problems
 from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
 from torchmm.recipe.model_section import json_problems, split_revision
@@ -106,7 +106,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
         )
         raise ConfigError(
             f"[{key}] source = {source!r} has no readable config.json{elsewhere}; use a local "
-            f"directory or a model of the Hub ({describe_refusal(error)})"
+            f"directory or a model of the Hub ({describe_load_error(error)})"
         ) from error
     if not Path(name).is_dir():
         file = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)

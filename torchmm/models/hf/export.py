@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import worked
+from torchmm.common.log import iterate_with_progress
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.components import LLAVA_LLM
@@ -267,7 +267,9 @@ def _collect_weights(
     connectors: dict[str, dict[str, Tensor]] = {}
     adapters = gather_adapters(model, weights)
     gathered = weights(model, lambda name: not is_adapter_parameter(name))
-    for module, name, value in worked("gathering weights to export", gathered, unit="tensors"):
+    for module, name, value in iterate_with_progress(
+        "gathering weights to export", gathered, unit="tensors"
+    ):
         if not writes:
             continue
         assert value is not None

@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
-from torchmm.common.files import require_relative_name
-from torchmm.common.log import working
+from torchmm.common.files import check_relative_name
+from torchmm.common.log import report_progress
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import read_json_object, split_revision
@@ -275,9 +275,7 @@ def _indexed_files(index: Path) -> list[str]:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("it has no object weight_map that maps tensors to files")
-        names = {
-            require_relative_name(name, f"{index}: weight_map") for name in weight_map.values()
-        }
+        names = {check_relative_name(name, f"{index}: weight_map") for name in weight_map.values()}
         missing = sorted(name for name in names if not (index.parent / name).is_file())
     except (OSError, ValueError) as error:
         reason = f"{error}"[:300]
@@ -311,7 +309,7 @@ def _local_directory(source: str) -> Path:
                     size_bytes += file.stat().st_size
             return size_bytes // 10**6
 
-        with working(f"fetching {source}", unit="MB", measured=downloaded_megabytes):
+        with report_progress(f"fetching {source}", unit="MB", count_completed=downloaded_megabytes):
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
@@ -448,7 +446,7 @@ def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> 
 @torch.no_grad()
 def _read_pieces(targets: dict[str, tuple[ParameterPiece, FileTensor]]) -> None:
     by_file = _by_file((stored, piece) for piece, stored in targets.values())
-    with working("reading weights", len(targets), "tensors") as work:
+    with report_progress("reading weights", len(targets), "tensors") as work:
         for path, entries in by_file.items():
             with safe_open(path, "pt") as opened:
                 for name, piece in entries:

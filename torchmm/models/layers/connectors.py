@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 
-from torchmm.common.tiles import Kept, Shrunk, shrink_weights
+from torchmm.common.tiles import TileDownsample, TileRegion, interpolation_weights
 
 
 class MlpConnector(nn.Module):
@@ -44,7 +44,7 @@ class NewlineMlpConnector(MlpConnector):
         self.image_newline = nn.Parameter(torch.empty(out_features))
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, side: int, kept: list[Kept] | None
+        self, hidden_states: Tensor, side: int, kept: list[TileRegion] | None
     ) -> Tensor:
         """Return the embeddings (K, D_llm) of the kept tokens of all images.
 
@@ -55,12 +55,12 @@ class NewlineMlpConnector(MlpConnector):
         """
         features_NRCD = super().forward(hidden_states).unflatten(0, (-1, side, side))
         if kept is None:
-            kept = [Kept(0, side, 0, side, 0)] * len(features_NRCD)
+            kept = [TileRegion(0, side, 0, side, 0)] * len(features_NRCD)
         parts = []
         for features_RCD, box in zip(features_NRCD, kept, strict=True):
             inner_RCD = features_RCD[box.top : box.bottom, box.left : box.right]
-            if box.shrunk is not None:
-                inner_RCD = _shrink(inner_RCD, box.shrunk)
+            if box.downsample is not None:
+                inner_RCD = _shrink(inner_RCD, box.downsample)
             parts.append(inner_RCD.flatten(0, 1))
             # Also appended if there are 0 line ends, so that the embedding always has a gradient.
             parts.append(self.image_newline.expand(box.line_ends, -1).to(features_RCD.dtype))
@@ -205,12 +205,12 @@ class PoolConnector(nn.Module):
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
 
 
-def _shrink(features_RCD: Tensor, shrunk: Shrunk) -> Tensor:
+def _shrink(features_RCD: Tensor, shrunk: TileDownsample) -> Tensor:
     """Return the contribution (Y, X, D) of a tile to the features of a downscaled image."""
     height, width = features_RCD.shape[:2]
-    down_YR = shrink_weights(*shrunk.rows)[slice(*shrunk.to_rows)]
+    down_YR = interpolation_weights(*shrunk.rows)[slice(*shrunk.to_rows)]
     down_YR = down_YR[:, shrunk.from_row : shrunk.from_row + height]
-    right_XC = shrink_weights(*shrunk.columns)[slice(*shrunk.to_columns)]
+    right_XC = interpolation_weights(*shrunk.columns)[slice(*shrunk.to_columns)]
     right_XC = right_XC[:, shrunk.from_column : shrunk.from_column + width]
     down = torch.from_numpy(down_YR).to(features_RCD)
     right = torch.from_numpy(right_XC).to(features_RCD)

@@ -47,7 +47,7 @@ class DeepstackConnector(nn.Module):
         self.merger = merger
         self.deepstack_merger_list = deepstack_merger_list
 
-    def forward(self, hidden_PD: Tensor, taps: Sequence[Tensor] = ()) -> Tensor:
+    def forward(self, hidden_PD: Tensor, deepstack_layers: Sequence[Tensor] = ()) -> Tensor:
         """Return the features and one block per tap, (K, (1 + taps) D_llm).
 
         Args:
@@ -55,7 +55,7 @@ class DeepstackConnector(nn.Module):
             taps: (P, D) each, outputs of the tapped layers.
         """
         mergers = self.deepstack_merger_list or ()
-        blocks = [merger(tap_PD) for merger, tap_PD in zip(mergers, taps, strict=True)]
+        blocks = [merger(tap_PD) for merger, tap_PD in zip(mergers, deepstack_layers, strict=True)]
         return torch.cat([self.merger(hidden_PD), *blocks], dim=1)
 
 

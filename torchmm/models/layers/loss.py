@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from torchmm.common.processes import missing_compiler
+from torchmm.common.processes import find_missing_compiler
 
 CHUNK_TARGETS = 1024
 """Number of rows that are cast to float32 at once."""
@@ -58,7 +58,7 @@ _SCALED_ROWS = 4096
 
 def uses_fused_loss(device: torch.device) -> bool:
     """Return True if losses on `device` use compiled kernels that write gradients in place."""
-    return device.type == "cuda" and not missing_compiler(device.type)
+    return device.type == "cuda" and not find_missing_compiler(device.type)
 
 
 def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchmm.common.row_slices import RowShare
+from torchmm.common.sequence_slices import SliceContext
 
 
 class HeadExchange(Protocol):
@@ -62,7 +62,9 @@ class SequenceRanks(Protocol):
         """Return the exchange of tokens for heads of a packed sequence with `tokens` tokens."""
         ...
 
-    def features(self, features: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
+    def exchange_features(
+        self, features: Mapping[str, Tensor], row: SliceContext
+    ) -> dict[str, Tensor]:
         """Return the features (K, D) of the tokens of this rank by encoder. Collective.
 
         Args:

@@ -22,16 +22,16 @@ from torch.utils._pytree import tree_leaves
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.gather import gather_floats, gather_texts
 
-SHOWN = 4
+MAX_LISTED = 4
 """Maximum number of modules or parameters in the error message."""
 
 
-class _Watch:
+class _OriginHooks:
     """Hooks that find the first module of this rank with a non-finite output."""
 
     def __init__(self) -> None:
-        self.found = ""
-        self.begins = False
+        self.description = ""
+        self.is_origin = False
         """Whether the inputs of the module are finite, so that it is the origin."""
 
     def hook(self, name: str) -> Callable[..., None]:
@@ -39,20 +39,20 @@ class _Watch:
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # Hooks of inner modules run before those of outer modules.
-            if self.found or not _any(_is_bad, output):
+            if self.description or not _any(_is_bad, output):
                 return
-            self.begins = not _any(_is_bad_input, (args, kwargs))
+            self.is_origin = not _any(_is_bad_input, (args, kwargs))
             weights = [name for name, own in module.named_parameters() if _is_bad(own)]
-            self.found = f"{name} ({type(module).__name__})"
+            self.description = f"{name} ({type(module).__name__})"
             if weights:
-                self.found += f", whose weights are not finite: {', '.join(weights[:4])}"
-            elif not self.begins:
-                self.found += ", whose input is not finite"
+                self.description += f", whose weights are not finite: {', '.join(weights[:4])}"
+            elif not self.is_origin:
+                self.description += ", whose input is not finite"
 
         return look
 
 
-def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
+def find_non_finite_origin(model: nn.Module, run_again: Callable[[], object]) -> str:
     """Find the first non-finite value in a step that failed. Collective.
 
     Args:
@@ -67,33 +67,33 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
     bad = [name for name, gradient in named if _is_bad(gradient)]
     text = f"those of {len(bad)} of {len(named)} parameters, last {bad[-1]}" if bad else ""
     gradients = gather_texts(text)
-    watch = _Watch()
+    watch = _OriginHooks()
     with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
                 handle = module.register_forward_hook(watch.hook(name), with_kwargs=True)
                 stack.callback(handle.remove)
         run_again()
-    origins = gather_texts(watch.found)
-    begins = [began for [began] in gather_floats([float(watch.begins)])]
+    origins = gather_texts(watch.description)
+    begins = [began for [began] in gather_floats([float(watch.is_origin)])]
     modules = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if text]
     first = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if begins[rank]]
     if modules:
         return (
             "after running the step again, the first non-finite output is that of "
-            f"{_listed(first or modules)}"
+            f"{_join_texts(first or modules)}"
         )
     of_ranks = [f"{text} on rank {rank}" for rank, text in enumerate(gradients) if text]
     if of_ranks:
-        return f"outputs of all modules are finite, but gradients are not: {_listed(of_ranks)}"
+        return f"outputs of all modules are finite, but gradients are not: {_join_texts(of_ranks)}"
     return (
         "after running the step again, all values are finite; check dropout, race conditions and "
         "faulty hardware"
     )
 
 
-def _listed(texts: list[str]) -> str:
-    return "; ".join(texts[:SHOWN]) + ("; ..." if len(texts) > SHOWN else "")
+def _join_texts(texts: list[str]) -> str:
+    return "; ".join(texts[:MAX_LISTED]) + ("; ..." if len(texts) > MAX_LISTED else "")
 
 
 def _any(is_bad: Callable[[Tensor], bool], values: Any) -> bool:

@@ -29,16 +29,16 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
-from torchmm.common.log import POLL_S, Work
-from torchmm.parallel.health.peer_watch import FINISHED, PeerWatch
-from torchmm.parallel.torch_private import new_patient_group
+from torchmm.common.log import POLL_S, ProgressReport
+from torchmm.parallel.health.watchdog import FINISHED, PeerWatchdog
+from torchmm.parallel.torch_compat import new_long_timeout_group
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0
 """Maximum time that a rank waits for the slowest writer of a checkpoint."""
-PATIENT = ("checkpoint", "export")
+LONG_PHASES = ("checkpoint", "export")
 """Phases with this timeout. Ranks that are lost in these phases are detected late."""
-_PEER_TROUBLE = re.compile(
+_PEER_FAILURE = re.compile(
     r"gloo/transport|connection (closed|reset) by peer|timed out waiting|timeout caused"
     r"|monitoredBarrier",
     re.IGNORECASE,
@@ -66,7 +66,7 @@ class SideGroup:
         """Create the group. Collective over all ranks."""
         if not dist.is_initialized():
             return cls(None)
-        return cls(new_patient_group(timedelta(seconds=timeout_s)))
+        return cls(new_long_timeout_group(timedelta(seconds=timeout_s)))
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks. Collective."""
@@ -76,7 +76,7 @@ class SideGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def on_rank_0(self, function: Callable[[], T]) -> T:
+    def run_on_rank_zero(self, function: Callable[[], T]) -> T:
         """Return the result of `function` on rank 0. Its exception is raised on all ranks."""
         outcome: list[Any] = [None, None]
         if self.rank == 0:
@@ -91,7 +91,7 @@ class SideGroup:
         return outcome[0]
 
 
-class Health:
+class HealthMonitor:
     """Heartbeats, barriers and error conversion of one rank.
 
     Args:
@@ -102,7 +102,7 @@ class Health:
         on_lost: Stops the process if a peer is lost and no error is raised. The heartbeat thread
             calls it. None disables the watchdog.
         raises: Whether lost peers raise errors in time, as with gloo. `on_lost` is then called only
-            in `PATIENT` phases.
+            in `LONG_PHASES` phases.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Health:
         raises: bool = False,
     ) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            PeerWatch.forget(directory)
+            PeerWatchdog.clear_report(directory)
         self._group = SideGroup.create(timeout_s)
         self._directory = directory
         self._on_lost = on_lost
         self._raises = raises
-        self._watch = PeerWatch(
+        self._watch = PeerWatchdog(
             directory, self._group.rank, self._group.size, timeout_s, self._file
         )
         self._timeout_s = timeout_s
@@ -130,7 +130,7 @@ class Health:
         self._step = 0
         self._phase = "start"
         self._phase_began = time.monotonic()
-        self._work = Work("start")
+        self._work = ProgressReport("start")
         self._lost_peer = False
         self._stop = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class Health:
         except PeerError as error:  # from a background save, which cannot determine the rank
             raise self._peer_error(error) from error
         except RuntimeError as error:
-            if not is_peer_trouble(error):
+            if not is_peer_failure(error):
                 raise
             raise self._peer_error(error) from error
 
@@ -202,11 +202,11 @@ class Health:
 
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
-        self._work.now(f"step {self._step}, {'computing' if phase == 'step' else phase}")
+        self._work.set_operation(f"step {self._step}, {'computing' if phase == 'step' else phase}")
 
-    def said(self) -> None:
+    def mark_reported(self) -> None:
         """Postpone progress messages, because a step was logged."""
-        self._work.said()
+        self._work.mark_reported()
 
     def _barrier(self, timeout_s: float) -> None:
         if self._group.group is not None:
@@ -300,26 +300,26 @@ class Health:
             return None
 
     def _beat(self) -> None:
-        looks = max(1, round(self._heartbeat_s / POLL_S))
-        for look in count(1):
-            if self._stop.wait(self._heartbeat_s / looks):
+        polls = max(1, round(self._heartbeat_s / POLL_S))
+        for poll in count(1):
+            if self._stop.wait(self._heartbeat_s / polls):
                 return
             if self._group.rank == 0:
-                self._work.tell()  # if a step takes long, or is not logged
-            if look % looks == 0:
+                self._work.report()  # if a step takes long, or is not logged
+            if poll % polls == 0:
                 # A full disk must not stop a run. The age of the heartbeat shows the problem.
                 with suppress(OSError):
                     self._write_heartbeat()
-                    self._look()
+                    self._check_peers()
 
-    def _look(self) -> None:
+    def _check_peers(self) -> None:
         phase = self._phase
         phase_s = time.monotonic() - self._phase_began
         if self._on_lost is None or phase in (WAITING_FOR_DATA, FINISHED):
             return
-        if self._raises and phase not in PATIENT:
+        if self._raises and phase not in LONG_PHASES:
             return
-        error = self._watch.look(self._step, phase, phase_s, phase == WAITING_FOR_DEVICE)
+        error = self._watch.check(self._step, phase, phase_s, phase == WAITING_FOR_DEVICE)
         if error is not None:
             self._on_lost(error)
 
@@ -337,19 +337,19 @@ class Health:
         replace_atomically(self._file(self._group.rank), canonical_json(beat))
 
 
-def is_peer_trouble(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Return True if a collective failed because of another rank.
 
     The criteria are the error type, or the wording of gloo. Causes of the error are included,
     because collectives of FSDP fail inside of a backward pass.
     """
-    return _peer_trouble(error) is not None
+    return _find_peer_failure(error) is not None
 
 
-def _peer_trouble(error: BaseException | None) -> BaseException | None:
+def _find_peer_failure(error: BaseException | None) -> BaseException | None:
     """Return the first error in the chain of causes that comes from another rank, or None."""
     while error is not None:
-        if isinstance(error, dist.DistError) or _PEER_TROUBLE.search(str(error)):
+        if isinstance(error, dist.DistError) or _PEER_FAILURE.search(str(error)):
             return error
         error = error.__cause__
     return None
@@ -357,11 +357,11 @@ def _peer_trouble(error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def peer_errors(rank: int) -> Iterator[None]:
-    """Raise a PeerError for failed communication inside, before `Health` exists."""
+    """Raise a PeerError for failed communication inside, before `HealthMonitor` exists."""
     try:
         yield
     except RuntimeError as error:
-        if not is_peer_trouble(error):
+        if not is_peer_failure(error):
             raise
         raise PeerError(
             f"rank {rank} lost a peer, or could not connect to it, during the start: "
@@ -402,5 +402,5 @@ def _missing_ranks(error: BaseException) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    error = _peer_trouble(error) or error
+    error = _find_peer_failure(error) or error
     return str(error).strip().partition("\n")[0]

@@ -3,7 +3,7 @@
 A throttled device, or a link at half its rate, slows down all ranks, and a step does not show which
 one: waiting ranks and slow ranks look the same. Each rank measures a matmul, a memory copy and an
 all-gather in each of its process groups. All ranks compare the results, and warnings list slow
-ranks with their host. `check_own_device` checks that each rank has a separate GPU.
+ranks with their host. `check_separate_devices` checks that each rank has a separate GPU.
 
 The best of several runs is used, because other processes can only slow down a run. Ranks are
 compared with the median of the ranks with the same task, not with a data sheet. Use
@@ -30,15 +30,15 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.mesh_sizes import AXES
 
 RUNS = 5
-WIDTH = {"cuda": 8192, "cpu": 384}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 384}
 """Size of the square matrices of the matmul, which takes a few milliseconds."""
-COPIED = {"cuda": 1 << 26, "cpu": 1 << 22}
+COPIED_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 """Number of copied elements, more than caches store."""
-GATHERED = {"cuda": 1 << 23, "cpu": 1 << 18}
+GATHERED_ELEMENTS = {"cuda": 1 << 23, "cpu": 1 << 18}
 """Number of elements of each rank in an all-gather."""
 TESTS = ("matmuls", "copies", *(f"all-gather over {axis}" for axis in AXES))
 UNITS = ("TFLOP/s", *("GB/s",) * (len(TESTS) - 1))
-SHOWN = 8
+MAX_LISTED = 8
 """Maximum number of slow ranks in the log."""
 
 
@@ -61,7 +61,7 @@ def check_ranks(
     hosts_R = gather_texts(socket.gethostname())
     if mesh.rank:
         return
-    for line in slow_ranks(rates_RT, hosts_R, _blocks(mesh), tolerance):
+    for line in describe_slow_ranks(rates_RT, hosts_R, _blocks(mesh), tolerance):
         logger.warning("preflight: %s", line)
     medians = [_median(column) for column in zip(*rates_RT, strict=True)]
     shown = [
@@ -72,7 +72,7 @@ def check_ranks(
     logger.info("preflight: %s", "; ".join(shown))
 
 
-def check_own_device(device: torch.device) -> None:
+def check_separate_devices(device: torch.device) -> None:
     """Check that no two ranks use the same GPU. Collective on CUDA.
 
     Raises:
@@ -90,7 +90,7 @@ def check_own_device(device: torch.device) -> None:
             )
 
 
-def slow_ranks(
+def describe_slow_ranks(
     rates_RT: Sequence[Sequence[float]],
     hosts_R: Sequence[str],
     blocks: Sequence[range],
@@ -114,8 +114,8 @@ def slow_ranks(
                 for rank in block
                 if column[rank] * tolerance < usual
             ]
-    if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
+    if len(lines) > MAX_LISTED:
+        lines[MAX_LISTED:] = [f"and {len(lines) - MAX_LISTED} more"]
     return lines
 
 
@@ -134,24 +134,24 @@ def _blocks(mesh: ParallelMesh) -> list[range]:
 def _rates(mesh: ParallelMesh, dtype: torch.dtype) -> list[float]:
     """Return the rates of this rank, one for each test."""
     device = mesh.device
-    width = WIDTH[device.type]
+    width = MATMUL_SIZE[device.type]
     square = torch.ones(width, width, dtype=dtype, device=device)
-    product_s = _best_s(lambda: square @ square, device)
-    source = torch.ones(COPIED[device.type], device=device)
+    matmul_s = _best_s(lambda: square @ square, device)
+    source = torch.ones(COPIED_ELEMENTS[device.type], device=device)
     target = torch.empty_like(source)
     copy_s = _best_s(lambda: target.copy_(source), device)
-    rates = [2 * width**3 / product_s / 1e12, 2 * source.nbytes / copy_s / 1e9]
-    share = source[: GATHERED[device.type]]
+    rates = [2 * width**3 / matmul_s / 1e12, 2 * source.nbytes / copy_s / 1e9]
+    local = source[: GATHERED_ELEMENTS[device.type]]
     for axis in AXES:
-        group = mesh.own.mesh[axis].get_group()
+        group = mesh.module_mesh.mesh[axis].get_group()
         size = dist.get_world_size(group)
         if size == 1:  # the same on all ranks of the group
             rates.append(math.nan)
             continue
-        output = share.new_empty(size * len(share))
-        gather = partial(dist.all_gather_into_tensor, output, share, group)
+        output = local.new_empty(size * len(local))
+        gather = partial(dist.all_gather_into_tensor, output, local, group)
         gather_s = _best_s(gather, device)
-        rates.append((size - 1) * share.nbytes / gather_s / 1e9)
+        rates.append((size - 1) * local.nbytes / gather_s / 1e9)
     return rates
 
 

@@ -43,25 +43,30 @@ from torchmm.common.extensions import find_entries
 from torchmm.common.layers import DeltaSizes, LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
-from torchmm.parallel.tensor.collectives import Exchange, Hook, replicated, shared
+from torchmm.parallel.tensor.collectives import (
+    Hook,
+    HookedCollectives,
+    as_replicated,
+    sum_gradients,
+)
 from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
-from torchmm.parallel.tensor.low_rank import split_lora
+from torchmm.parallel.tensor.low_rank import shard_lora
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
-    MeshRows,
     OverlapStyles,
     SequenceSlices,
-    change_input,
+    TensorParallelRows,
+    convert_input,
     distribute_parameters,
 )
 from torchmm.parallel.tensor.styles import (
     ConvolutionChannels,
     DeltaNetHeads,
-    ExpertsAlone,
-    ExpertsOfRanks,
     LatentHeads,
     PackedGateUp,
     PackedQkv,
+    ShardedExperts,
+    ShardedExpertsOnly,
     ShardedNorm,
 )
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -101,7 +106,7 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     sequence_parallel: bool = False,
     overlap: OverlapStyles | None = None,
-    meanwhile: Hook | None = None,
+    overlap_hook: Hook | None = None,
 ) -> None:
     """Shard `module` over the 1-D `mesh`, in place. Parameters can be on the meta device.
 
@@ -111,7 +116,7 @@ def apply_tensor_parallel(
         sequence_parallel: Whether to use sequence parallelism.
         overlap: Styles of linears in layers with sequence parallelism. If None, communication runs
             before and after matmuls.
-        meanwhile: Hook between the start of each collective of a layer and the wait for it. If
+        overlap_hook: Hook between the start of each collective of a layer and the wait for it. If
             None, layers wait immediately. Not supported with `overlap`.
 
     Raises:
@@ -124,15 +129,15 @@ def apply_tensor_parallel(
         raise ConfigError(problems)
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
-    has_slices = sequence_parallel and module.keeps_slices
-    exchange = None if meanwhile is None else Exchange(mesh.get_group(), meanwhile)
+    has_slices = sequence_parallel and module.is_sequence_sharded
+    exchange = None if overlap_hook is None else HookedCollectives(mesh.get_group(), overlap_hook)
     slices = SequenceSlices(mesh, overlap, exchange) if has_slices else None
     if sequence_parallel:
-        module.rows = MeshRows(mesh)
+        module.rows = TensorParallelRows(mesh)
     with without_lora(module):  # styles support only the parameters of the linear itself
         _apply_styles(module, mesh, plan, slices, exchange)
     for _, linear, lora in adapted_linears(module):
-        split_lora(linear, lora, mesh)
+        shard_lora(linear, lora, mesh)
     for pattern in module.tensor_parallel_scopes():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
         inside = (slices, exchange) if in_layers else (None, None)
@@ -150,7 +155,7 @@ def _apply_styles(
     mesh: DeviceMesh,
     plan: Mapping[str, str],
     slices: SequenceSlices | None,
-    exchange: Exchange | None,
+    exchange: HookedCollectives | None,
 ) -> None:
     all_sizes = module.layer_sizes()
     sizes = {part: all_sizes[i] for i, layer in module.indexed_layers() for part in layer.modules()}
@@ -219,7 +224,7 @@ def _style(
     sizes: LayerDescription,
     size: int,
     slices: SequenceSlices | None,
-    exchange: Exchange | None,
+    exchange: HookedCollectives | None,
 ) -> ParallelStyle | None:
     """Return the parallel style of a submodule of a layer, or None if it does not change.
 
@@ -246,10 +251,10 @@ def _style(
         "packed_qkv": PackedQkv(sizes, overlap),
         "packed_gate_up": PackedGateUp(sizes, overlap),
         "sharded_norm": ShardedNorm(),
-        "experts": ExpertsOfRanks(slices),
+        "experts": ShardedExperts(slices),
         "delta_net": DeltaNetHeads(overlap),
         "short_convolution": ConvolutionChannels(sizes, overlap),
-        "experts_alone": ExpertsAlone(slices),
+        "experts_alone": ShardedExpertsOnly(slices),
         "local_heads": _LocalHeads(),
         "head_scores": _HeadScores(),
         "latent_heads": LatentHeads(),
@@ -264,7 +269,7 @@ def _style(
     return styles[name]
 
 
-def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
+def _scope(slices: SequenceSlices | None, exchange: HookedCollectives | None) -> ParallelStyle:
     """Return the style of a submodule whose input is all-gathered once for its linears."""
     if slices is None or slices.overlap is None:
         return _GatherInput(slices, exchange)
@@ -314,7 +319,7 @@ class _GatherInput(ParallelStyle):
     but is never sliced.
     """
 
-    def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None) -> None:
+    def __init__(self, slices: SequenceSlices | None, exchange: HookedCollectives | None) -> None:
         super().__init__()
         self._slices = slices
         self._exchange = exchange
@@ -322,9 +327,9 @@ class _GatherInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(x: Tensor) -> DTensor:
             if self._slices is not None:
-                return self._slices.for_scope(x)
+                return self._slices.gather_for_scope(x)
             if self._exchange is not None:
-                return replicated(shared(x, self._exchange), device_mesh)
+                return as_replicated(sum_gradients(x, self._exchange), device_mesh)
             return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
         def gather_context(
@@ -339,7 +344,7 @@ class _GatherInput(ParallelStyle):
             return args, {**kwargs, _CONTEXT: replicated_context}
 
         # Before the hook of a linear, if the scope is a linear.
-        change_input(module, gather, prepend=True)
+        convert_input(module, gather, prepend=True)
         module.register_forward_pre_hook(gather_context, with_kwargs=True)
         return module
 
@@ -362,15 +367,15 @@ class _ReplicatedKeyValue(ParallelStyle):
         rank_of_head = device_mesh.size() // self.kv_heads
         first = device_mesh.get_local_rank() // rank_of_head * self.head_dim
 
-        def own_rows(parameter: DTensor) -> Tensor:
+        def local_rows(parameter: DTensor) -> Tensor:
             rows = parameter.to_local(grad_placements=[Partial()])
             return rows[first : first + self.head_dim]
 
-        def keep_head(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        def select_head(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
             return output[..., first : first + self.head_dim]
 
         if self.overlap is not None:
-            module.forward = self.overlap.column(module, own_rows)
+            module.forward = self.overlap.column(module, local_rows)
         else:
-            module.register_forward_hook(keep_head)
+            module.register_forward_hook(select_head)
         return module

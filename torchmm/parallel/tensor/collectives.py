@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchmm.parallel import torch_private
+from torchmm.parallel import torch_compat
 
 Hook = Callable[[], None]
 
@@ -30,80 +30,80 @@ class LayerHooks:
 
     Attributes:
         on_collective: Called between the start of each collective of the LLM and the wait for it.
-        on_stop: Called where an encoder layer can yield.
+        on_yield: Called where an encoder layer can yield.
     """
 
     on_collective: Hook | None = None
-    on_stop: Hook | None = None
+    on_yield: Hook | None = None
 
-    def between(self, kind: str) -> Hook | None:
+    def hook_for(self, kind: str) -> Hook | None:
         """Return the hook of a module kind between the start of a collective and the wait."""
         # A collective of a split encoder ends a piece, and overlaps with computation of the LLM.
-        return {"llm": self._collective, "encoder": self._stop}.get(kind)
+        return {"llm": self._collective, "encoder": self._yield}.get(kind)
 
     def _collective(self) -> None:
         if self.on_collective is not None:
             self.on_collective()
 
-    def _stop(self) -> None:
-        if self.on_stop is not None:
-            self.on_stop()
+    def _yield(self) -> None:
+        if self.on_yield is not None:
+            self.on_yield()
 
 
-class Exchange(NamedTuple):
+class HookedCollectives(NamedTuple):
     """Collectives of one tensor-parallel group."""
 
     group: ProcessGroup
-    meanwhile: Hook
+    overlap_hook: Hook
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks."""
-        return self._wait(torch_private.start_all_reduce(x.contiguous(), self.group))
+        return self._wait(torch_compat.start_all_reduce(x.contiguous(), self.group))
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather (..., S, D) to (..., N, D)."""
         rows = x.movedim(-2, 0).contiguous()
-        return self._wait(torch_private.start_all_gather(rows, self.group)).movedim(0, -2)
+        return self._wait(torch_compat.start_all_gather(rows, self.group)).movedim(0, -2)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter (..., N, D) to (..., S, D)."""
         rows = x.movedim(-2, 0).contiguous()
-        return self._wait(torch_private.start_reduce_scatter(rows, self.group)).movedim(0, -2)
+        return self._wait(torch_compat.start_reduce_scatter(rows, self.group)).movedim(0, -2)
 
     def _wait(self, started: Tensor) -> Tensor:
-        self.meanwhile()
-        return torch_private.wait(started)
+        self.overlap_hook()
+        return torch_compat.wait(started)
 
 
-def summed(parts: Tensor, exchange: Exchange) -> Tensor:
+def all_reduce_sum(parts: Tensor, exchange: HookedCollectives) -> Tensor:
     """Return the sum over ranks. The gradient is equal on all ranks."""
-    return _Exchanged.apply(parts, exchange.sum, None)
+    return _CollectivePair.apply(parts, exchange.sum, None)
 
 
-def shared(x: Tensor, exchange: Exchange) -> Tensor:
+def sum_gradients(x: Tensor, exchange: HookedCollectives) -> Tensor:
     """Return a replicated tensor of which ranks use different parts. Backward sums gradients."""
-    return _Exchanged.apply(x, None, exchange.sum)
+    return _CollectivePair.apply(x, None, exchange.sum)
 
 
-def gathered(x: Tensor, exchange: Exchange) -> Tensor:
+def all_gather_rows(x: Tensor, exchange: HookedCollectives) -> Tensor:
     """All-gather (..., S, D) to (..., N, D). Backward reduce-scatters."""
-    return _Exchanged.apply(x, exchange.gather, exchange.scatter)
+    return _CollectivePair.apply(x, exchange.gather, exchange.scatter)
 
 
-def scattered(parts: Tensor, exchange: Exchange) -> Tensor:
+def reduce_scatter_rows(parts: Tensor, exchange: HookedCollectives) -> Tensor:
     """Reduce-scatter (..., N, D) to (..., S, D). Backward all-gathers."""
-    return _Exchanged.apply(parts, exchange.scatter, exchange.gather)
+    return _CollectivePair.apply(parts, exchange.scatter, exchange.gather)
 
 
-def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a replicated DTensor whose gradient remains a partial sum.
 
-    Some styles need a DTensor. `shared` and `gathered` reduce its gradient.
+    Some styles need a DTensor. `sum_gradients` and `all_gather_rows` reduce its gradient.
     """
     return _AsReplicated.apply(x, mesh)
 
 
-class _Exchanged(torch.autograd.Function):
+class _CollectivePair(torch.autograd.Function):
     """Exchange with a different exchange, or none, in the backward pass."""
 
     @staticmethod

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from torchmm.parallel.tensor.collectives import Exchange, summed
+from torchmm.parallel.tensor.collectives import HookedCollectives, all_reduce_sum
 from torchmm.parallel.tensor.sequence import (
     OverlapStyles,
     SequenceSlices,
-    change_input,
+    convert_input,
     distribute_parameters,
 )
 
@@ -34,7 +34,7 @@ MULTIPLY = "torchmm_multiply"
 """Attribute of linears with a custom matmul (float8): a `Multiply`."""
 
 
-def multiply_of(linear: nn.Module) -> Multiply:
+def find_multiply(linear: nn.Module) -> Multiply:
     """Return the matmul function of a linear."""
     multiply: Multiply = getattr(linear, MULTIPLY, functional.linear)
     return multiply
@@ -52,18 +52,18 @@ def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None
     assert placement != Shard(1) or linear.bias is None
     distribute_parameters(linear, mesh, weight=placement, bias=placement)
     summed = [Partial()] if isinstance(placement, Replicate) else None
-    multiply = multiply_of(linear)
+    multiply = find_multiply(linear)
 
-    def own(parameter: DTensor | None) -> Tensor | None:
+    def local(parameter: DTensor | None) -> Tensor | None:
         return None if parameter is None else parameter.to_local(grad_placements=summed)
 
     def forward(x: Tensor) -> Tensor:
-        return multiply(_part_of_sum(x), own(linear.weight), own(linear.bias))  # type: ignore[arg-type]
+        return multiply(_to_local(x), local(linear.weight), local(linear.bias))  # type: ignore[arg-type]
 
     linear.forward = forward
 
 
-def _part_of_sum(x: Tensor) -> Tensor:
+def _to_local(x: Tensor) -> Tensor:
     """Return a replicated tensor as a plain tensor whose gradients are partial sums."""
     return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
 
@@ -91,7 +91,7 @@ class LocalColumn(ParallelStyle):
             return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
         compute_locally(module, device_mesh, Shard(0))
-        change_input(module, replicated)
+        convert_input(module, replicated)
         return module
 
 
@@ -103,7 +103,9 @@ class LocalRow(ParallelStyle):
         exchange: Collectives with a hook. None: ranks wait immediately.
     """
 
-    def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, slices: SequenceSlices | None, exchange: HookedCollectives | None = None
+    ) -> None:
         super().__init__()
         self._slices = slices
         self._exchange = exchange
@@ -113,7 +115,7 @@ class LocalRow(ParallelStyle):
         linear: Any = module
         slices = self._slices
         exchange = self._exchange
-        multiply = multiply_of(linear)
+        multiply = find_multiply(linear)
 
         def forward(x: Tensor) -> Tensor:
             return multiply(x, linear.weight.to_local(), None)
@@ -122,7 +124,7 @@ class LocalRow(ParallelStyle):
             if slices is not None:
                 out = slices.reduce(module, args, partial)
             elif exchange is not None:
-                out = summed(partial, exchange)
+                out = all_reduce_sum(partial, exchange)
             else:
                 sums = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
                 out = sums.redistribute(placements=[Replicate()]).to_local()

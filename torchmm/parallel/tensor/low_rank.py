@@ -32,12 +32,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchmm.models.layers.lora import Lora, LoraSharding
 from torchmm.parallel.tensor.sequence import distribute_parameters
 
-OWN_ROWS = "own_rows"
+LOCAL_ROWS = "local_rows"
 """Attribute of a packed linear: function from a parameter (a replicated DTensor) to the rows that
 this rank computes with."""
 
 
-def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
+def shard_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
     """Shard an adapter like its linear, in place. The linear must have its style already."""
     weight = linear.weight
     if not isinstance(weight, DTensor):
@@ -49,12 +49,12 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
         down=Shard(1) if placement == Shard(1) else Replicate(),
         **dict.fromkeys(("up", "magnitude"), Shard(0) if placement == Shard(0) else Replicate()),
     )
-    own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
+    local_rows: Callable[[Any], Tensor] | None = getattr(linear, LOCAL_ROWS, None)
     is_partial = placement == Shard(1)
     lora.sharding = LoraSharding(
         shard_input=_local_summed,
         shard_down=_local_summed,
-        shard_rows=own_rows or _local_summed,
+        shard_rows=local_rows or _local_summed,
         sum_squares=partial(_sum, mesh) if is_partial else _local,
         adds_bias=not is_partial,
     )

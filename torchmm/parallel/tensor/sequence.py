@@ -27,9 +27,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel.tensor.collectives import Exchange, gathered, replicated, scattered
+from torchmm.parallel.tensor.collectives import (
+    HookedCollectives,
+    all_gather_rows,
+    as_replicated,
+    reduce_scatter_rows,
+)
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+_COMMON_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 """Module attributes that no forward function reads."""
 SEQUENCE_DIM = -2
 """Sequence dimension of hidden states (batch, tokens, features) or (tokens, features)."""
@@ -93,7 +98,7 @@ class SequenceSlices:
         self,
         mesh: DeviceMesh,
         overlap: OverlapStyles | None = None,
-        exchange: Exchange | None = None,
+        exchange: HookedCollectives | None = None,
     ) -> None:
         self._mesh = mesh
         self.overlap = overlap
@@ -112,11 +117,13 @@ class SequenceSlices:
         self._is_first = module.is_first
         self._is_last = module.is_last
         if layers:  # first, because it records the length that the other layers use
-            layers[0].register_forward_pre_hook(self.enter if self._is_first else self.go_on)
+            layers[0].register_forward_pre_hook(
+                self.take_local_slice if self._is_first else self.resume_slice
+            )
         for layer in layers:
-            self.remember(layer)
+            self.record_length(layer)
         if layers and self._is_last:
-            layers[-1].register_forward_hook(self.leave)
+            layers[-1].register_forward_hook(self.gather_output)
 
     @property
     def length(self) -> int:
@@ -132,7 +139,7 @@ class SequenceSlices:
         """Number of positions of a rank, including padding."""
         return -(-self.length // self._mesh.size())
 
-    def enter(self, _: nn.Module | None, args: tuple) -> tuple:
+    def take_local_slice(self, _: nn.Module | None, args: tuple) -> tuple:
         """Take the local slice before the first layer. The backward pass all-gathers."""
         hidden = args[0]
         self._extent = torch.empty(hidden.shape[SEQUENCE_DIM], 0)
@@ -146,7 +153,7 @@ class SequenceSlices:
         """Return the argument of the layers for a slice from the previous stage.
 
         Code around the layers expects all positions, so the result is a tensor of that size
-        without memory. `go_on` replaces it by the slice.
+        without memory. `resume_slice` replaces it by the slice.
         """
         self._extent = torch.empty(positions, 0)
         if hidden.shape[SEQUENCE_DIM] != self.slice_length:
@@ -155,11 +162,11 @@ class SequenceSlices:
                 f"{self._mesh.size()} ranks, whose slices have {self.slice_length}"
             )
         if not self._has_layers:
-            return self.leave(None, (), hidden) if self._is_last else hidden
+            return self.gather_output(None, (), hidden) if self._is_last else hidden
         self._arrived = hidden
         return hidden.new_empty(()).expand(*hidden.shape[:-2], positions, hidden.shape[-1])
 
-    def go_on(self, _: nn.Module, args: tuple) -> tuple:
+    def resume_slice(self, _: nn.Module, args: tuple) -> tuple:
         """Replace the input of the first layer of a later stage by the received slice."""
         slice_, self._arrived = self._arrived, None
         assert slice_ is not None, "no slice was received"
@@ -169,9 +176,9 @@ class SequenceSlices:
         """Return the slice to send to the next stage."""
         if self._has_layers or not self._is_first:
             return hidden
-        return self.enter(None, (hidden,))[0]
+        return self.take_local_slice(None, (hidden,))[0]
 
-    def remember(self, layer: nn.Module) -> None:
+    def record_length(self, layer: nn.Module) -> None:
         """Pass the sequence length to a layer, so that recomputation uses the original length.
 
         Other microbatches with different lengths run between the forward pass and recomputation.
@@ -194,17 +201,17 @@ class SequenceSlices:
     def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
         """Sum the output of a row-wise linear over the ranks, and return the local slice."""
         if self.exchange is not None:
-            return scattered(self._padded(partial), self.exchange)
+            return reduce_scatter_rows(self._padded(partial), self.exchange)
         return self._slice(partial, Partial())
 
-    def for_scope(self, slice_: Tensor) -> DTensor:
+    def gather_for_scope(self, slice_: Tensor) -> DTensor:
         """Return all positions as a DTensor whose gradients are partial sums."""
         if self.exchange is None:
-            return self.whole(slice_)
-        rows = gathered(slice_, self.exchange)
-        return replicated(rows[..., : self.length, :], self._mesh)
+            return self.gather_replicated(slice_)
+        rows = all_gather_rows(slice_, self.exchange)
+        return as_replicated(rows[..., : self.length, :], self._mesh)
 
-    def whole(self, slice_: Tensor) -> DTensor:
+    def gather_replicated(self, slice_: Tensor) -> DTensor:
         """All-gather the slices of all ranks to a replicated DTensor without padding."""
         sharded = DTensor.from_local(slice_, self._mesh, [Shard(SEQUENCE_DIM)], run_check=False)
         padded = sharded.redistribute(placements=[Replicate()])
@@ -214,7 +221,7 @@ class SequenceSlices:
 
     def all_gather(self, hidden: Tensor) -> Tensor:
         """All-gather all positions. The backward pass takes a slice."""
-        return self.whole(hidden).to_local()
+        return self.gather_replicated(hidden).to_local()
 
     def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
         """Add rows at their positions to the local slice. The backward pass sums over the ranks.
@@ -238,10 +245,10 @@ class SequenceSlices:
         replicated = DTensor.from_local(values, self._mesh, [Replicate()], run_check=False)
         return replicated.to_local(grad_placements=[Partial()])
 
-    def leave(self, _: nn.Module | None, __: tuple, output: Tensor) -> Tensor:
+    def gather_output(self, _: nn.Module | None, __: tuple, output: Tensor) -> Tensor:
         """All-gather the output of the last layer."""
         if self.overlap is None:
-            return self.whole(output).to_local()
+            return self.gather_replicated(output).to_local()
         rows, batch = sequence_first(output)
         gathered_rows = self.overlap.gather_slices(rows, self.length * batch.numel())
         return batch_first(gathered_rows, batch)
@@ -256,7 +263,7 @@ class SequenceSlices:
         return functional.pad(local, (0, 0, 0, padding)) if padding else local
 
 
-class MeshRows:
+class TensorParallelRows:
     """Rows that tensor-parallel ranks have completely, or a part of (`RowSharding`)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -286,13 +293,15 @@ def batch_first(rows: Tensor, batch: torch.Size) -> Tensor:
     return rows.view(-1, *batch, rows.shape[-1]).movedim(0, SEQUENCE_DIM)
 
 
-def change_input(module: nn.Module, change: Callable[[Any], Any], *, prepend: bool = False) -> None:
+def convert_input(
+    module: nn.Module, convert: Callable[[Any], Any], *, prepend: bool = False
+) -> None:
     """Change the first argument of a submodule, or its argument `hidden_states`, with a hook."""
 
     def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+            return (convert(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": convert(kwargs["hidden_states"])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
@@ -308,18 +317,20 @@ class LocalNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh)
-        settings = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+        settings = {k: v for k, v in vars(module).items() if k not in _COMMON_ATTRIBUTES}
         settings |= dict(module.named_children())  # for routers and layers
         settings |= {name: None for name, p in module._parameters.items() if p is None}
         norm: Any = type(module).forward
 
-        def forward(*inputs: Tensor, **others: Any) -> Tensor:  # two inputs if the norm has a gate
+        def forward(
+            *inputs: Tensor, **keyword_arguments: Any
+        ) -> Tensor:  # two inputs if the norm has a gate
             weights = {
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
             weights |= dict(module.named_buffers(recurse=False))
-            return norm(LocalWeights(type(module), settings, weights), *inputs, **others)
+            return norm(LocalWeights(type(module), settings, weights), *inputs, **keyword_arguments)
 
         module.forward = forward
         return module

@@ -37,8 +37,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchmm.common.layers import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
-from torchmm.parallel.tensor.linears import compute_locally, multiply_of
-from torchmm.parallel.tensor.low_rank import OWN_ROWS
+from torchmm.parallel.tensor.linears import compute_locally, find_multiply
+from torchmm.parallel.tensor.low_rank import LOCAL_ROWS
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
     LocalWeights,
@@ -48,13 +48,13 @@ from torchmm.parallel.tensor.sequence import (
 )
 
 
-class _Rows(NamedTuple):
+class _PackedMatrix(NamedTuple):
     """Matrix of a packed linear: `units` groups of `unit_size` rows that are not split."""
 
     units: int
     unit_size: int
 
-    def own(self, rows: Tensor, ranks: int, rank: int) -> Tensor:
+    def local_rows(self, rows: Tensor, ranks: int, rank: int) -> Tensor:
         """Return the rows of a rank. Ranks share units if there are fewer units than ranks."""
         units = rows.unflatten(0, (self.units, self.unit_size))
         if self.units < ranks:
@@ -62,12 +62,14 @@ class _Rows(NamedTuple):
         return units.chunk(ranks)[rank].flatten(0, 1)
 
 
-def _own_rows(matrices: list[_Rows], mesh: DeviceMesh, parameter: DTensor) -> Tensor:
+def _local_rows(matrices: list[_PackedMatrix], mesh: DeviceMesh, parameter: DTensor) -> Tensor:
     """Return the local rows of a replicated parameter. Other rows have zero gradients."""
     sizes = [m.units * m.unit_size for m in matrices]
     matrices_rows = parameter.to_local(grad_placements=[Partial()]).split(sizes)
     at = mesh.size(), mesh.get_local_rank()
-    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, matrices_rows, strict=True)])
+    return torch.cat(
+        [m.local_rows(rows, *at) for m, rows in zip(matrices, matrices_rows, strict=True)]
+    )
 
 
 class PackedLinear(ParallelStyle):
@@ -79,7 +81,9 @@ class PackedLinear(ParallelStyle):
         overlap: Styles of linears whose communication overlaps with their matmuls, or None.
     """
 
-    def __init__(self, linear: str, matrices: list[_Rows], overlap: OverlapStyles | None) -> None:
+    def __init__(
+        self, linear: str, matrices: list[_PackedMatrix], overlap: OverlapStyles | None
+    ) -> None:
         super().__init__()
         self.linear = linear
         self.matrices = matrices
@@ -88,17 +92,17 @@ class PackedLinear(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear: Any = module.get_submodule(self.linear)
         distribute_parameters(linear, device_mesh)
-        own_rows = partial(_own_rows, self.matrices, device_mesh)
-        setattr(linear, OWN_ROWS, own_rows)
-        multiply = multiply_of(linear)
+        local_rows = partial(_local_rows, self.matrices, device_mesh)
+        setattr(linear, LOCAL_ROWS, local_rows)
+        multiply = find_multiply(linear)
 
         def forward(hidden: DTensor) -> Tensor:
             x = hidden.to_local(grad_placements=[Partial()])
-            bias = None if linear.bias is None else own_rows(linear.bias)
-            return multiply(x, own_rows(linear.weight), bias)
+            bias = None if linear.bias is None else local_rows(linear.bias)
+            return multiply(x, local_rows(linear.weight), bias)
 
         if self.overlap is not None:
-            forward = self.overlap.column(linear, own_rows)
+            forward = self.overlap.column(linear, local_rows)
         linear.forward = forward
         return module
 
@@ -108,7 +112,7 @@ class PackedQkv(PackedLinear):
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-        super().__init__("", [_Rows(n, sizes.head_dim) for n in heads], overlap)
+        super().__init__("", [_PackedMatrix(n, sizes.head_dim) for n in heads], overlap)
         self.sizes = sizes
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -130,7 +134,7 @@ class PackedGateUp(PackedLinear):
     """MLP with gate and up projection in one linear. In diffusers, the submodule with `proj`."""
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
-        super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlap)
+        super().__init__("gate_up_proj", [_PackedMatrix(sizes.ffn_size, 1)] * 2, overlap)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if hasattr(module, "proj"):
@@ -150,8 +154,8 @@ class DeltaNetHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mixer: Any = module
-        key = _Rows(mixer.num_k_heads, mixer.head_k_dim)
-        matrices = [key, key, _Rows(mixer.num_v_heads, mixer.head_v_dim)]
+        key = _PackedMatrix(mixer.num_k_heads, mixer.head_k_dim)
+        matrices = [key, key, _PackedMatrix(mixer.num_v_heads, mixer.head_v_dim)]
         if hasattr(mixer, "in_proj_qkv"):
             PackedLinear("in_proj_qkv", matrices, self.overlap)._apply(mixer, device_mesh)
         LocalNorm()._apply(mixer.norm, device_mesh)
@@ -159,7 +163,7 @@ class DeltaNetHeads(ParallelStyle):
         distribute_parameters(mixer, device_mesh, A_log=Shard(0), dt_bias=Shard(0))
 
         def local_weights() -> DeltaWeights:
-            filters = _own_rows(matrices, device_mesh, mixer.conv1d.weight)
+            filters = _local_rows(matrices, device_mesh, mixer.conv1d.weight)
             return DeltaWeights(
                 filters.squeeze(1), mixer.A_log.to_local(), mixer.dt_bias.to_local()
             )
@@ -172,24 +176,24 @@ class ConvolutionChannels(PackedLinear):
     """Short convolution between two gates: each rank has some channels of all three."""
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
-        self.channels = _Rows(sizes.hidden_size, 1)
+        self.channels = _PackedMatrix(sizes.hidden_size, 1)
         super().__init__("in_proj", [self.channels] * 3, overlap)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mixer: Any = super()._apply(module, device_mesh)
         distribute_parameters(mixer.conv, device_mesh)
-        own_rows = partial(_own_rows, [self.channels], device_mesh)
+        local_rows = partial(_local_rows, [self.channels], device_mesh)
 
         def local_weights() -> Filters:
             bias = mixer.conv.bias
-            own_bias_C = None if bias is None else own_rows(bias)
-            return Filters(own_rows(mixer.conv.weight).squeeze(1), own_bias_C)
+            own_bias_C = None if bias is None else local_rows(bias)
+            return Filters(local_rows(mixer.conv.weight).squeeze(1), own_bias_C)
 
         mixer.local_weights = local_weights
         return module
 
 
-class ExpertsOfRanks(ParallelStyle):
+class ShardedExperts(ParallelStyle):
     """MLP with `gate` or `router`, and `experts`. MLPs without experts do not change.
 
     Shared experts (`shared_expert`, `shared_experts`) are sharded by their inner features.
@@ -207,7 +211,7 @@ class ExpertsOfRanks(ParallelStyle):
         router = block.gate if hasattr(block, "gate") else block.router
         LocalNorm()._apply(router, device_mesh)
         router.balance_share = 1 / device_mesh.size()
-        split_experts(block.experts, device_mesh)
+        apply_local_experts(block.experts, device_mesh)
         for name in ("shared_expert", "shared_experts"):
             shared = getattr(block, name, None)
             if shared is None:
@@ -231,7 +235,7 @@ class ExpertsOfRanks(ParallelStyle):
         return module
 
 
-class ExpertsAlone(ParallelStyle):
+class ShardedExpertsOnly(ParallelStyle):
     """Experts whose layer has the router, such as in Gemma 4.
 
     Rows and routing weights are replicated, or slices of the sequence, which are all-gathered,
@@ -244,12 +248,12 @@ class ExpertsAlone(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
-        split_experts(experts, device_mesh)
+        apply_local_experts(experts, device_mesh)
         local_forward: Any = experts.forward
 
         def gather(x: Tensor) -> Tensor:
             if self._slices is not None:
-                replicated = self._slices.whole(x)
+                replicated = self._slices.gather_replicated(x)
             else:
                 replicated = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
             # Each rank adds the gradients of its local experts.
@@ -263,9 +267,9 @@ class ExpertsAlone(ParallelStyle):
         return module
 
 
-def split_experts(experts: Any, mesh: DeviceMesh) -> None:
+def apply_local_experts(experts: Any, mesh: DeviceMesh) -> None:
     """Assign some experts to each rank. Their forward returns partial sums."""
-    compute = own_experts(experts, mesh, some_elsewhere=True)
+    compute = shard_experts(experts, mesh, has_remote_rows=True)
     local_experts = experts.num_experts // mesh.size()
     first = mesh.get_local_rank() * local_experts
 
@@ -280,32 +284,32 @@ def split_experts(experts: Any, mesh: DeviceMesh) -> None:
     experts.forward = forward
 
 
-def own_experts(
-    experts: Any, mesh: DeviceMesh, *, some_elsewhere: bool
+def shard_experts(
+    experts: Any, mesh: DeviceMesh, *, has_remote_rows: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Shard experts over a 1-D mesh, and return a forward for the local experts, numbered from 0.
 
     Args:
         experts: Module of experts.
         mesh: Mesh of the ranks among which experts are divided.
-        some_elsewhere: Whether inputs contain rows for experts of other ranks.
+        has_remote_rows: Whether inputs contain rows for experts of other ranks.
     """
     placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
     distribute_parameters(experts, mesh, **placements)
     settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
     settings |= dict(experts.named_children())
     settings["num_experts"] = experts.num_experts // mesh.size()
-    settings["_is_expert_parallel"] = some_elsewhere
+    settings["_is_expert_parallel"] = has_remote_rows
     compute: Any = type(experts).forward
 
-    def compute_own(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def compute_local(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local = {
             name: cast(DTensor, parameter).to_local()
             for name, parameter in experts.named_parameters(recurse=False)
         }
         return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
 
-    return compute_own
+    return compute_local
 
 
 def _summed(out: Tensor, mesh: DeviceMesh, slices: SequenceSlices | None) -> Tensor:

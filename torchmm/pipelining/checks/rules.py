@@ -1,6 +1,6 @@
 """Preconditions, effects and memory of all actions of a step.
 
-Validation checks thousands of actions between two steps. `RuleBook` therefore converts the graph
+Validation checks thousands of actions between two steps. `PlanRules` therefore converts the graph
 into one `Rule` per action of a rank. A rule contains integers: the *facts* that must be established
 before the action, the facts that the action establishes, the bytes that it allocates and frees, and
 the counters that it increments or waits for.
@@ -37,20 +37,20 @@ SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
 class Rule(NamedTuple):
     """Preconditions and effects of an action on a rank."""
 
-    needs: tuple[int, ...]
+    requires: tuple[int, ...]
     """Facts that the same rank must establish before the action."""
-    gives: tuple[int, ...]
+    establishes: tuple[int, ...]
     """Facts that the action establishes."""
     allocates: int = 0
     """Bytes of messages that are allocated when the action starts."""
     frees: int = 0
     """Bytes of messages that are freed when the action ends."""
-    raises: int | None = None
+    increments: int | None = None
     """Counter that the action increments: the sends or receives that are posted on a channel."""
-    awaits: int | None = None
+    waits_for: int | None = None
     """Counter of the other end that the action waits for, until the matching operation is
     posted."""
-    pair: int | None = None
+    pair_id: int | None = None
     """ID of the transfer or the tied pair: the first fact of it. Both ends have the same ID."""
 
 
@@ -81,22 +81,22 @@ class MemoryModel:
     """Activation memory of a rank, in bytes, without messages, parameters and optimizer states.
 
     Attributes:
-        kept_bytes: Bytes that F of a task saves for the backward pass, including its inputs.
-        kept_for_weights_bytes: Bytes that are saved between I and W. They can exceed `kept_bytes`.
-            None if they are equal.
+        saved_bytes: Bytes that F of a task saves for the backward pass, including its inputs.
+        saved_for_weights_bytes: Bytes that are saved between I and W. They can exceed
+            `saved_bytes`. None if they are equal.
     """
 
-    kept_bytes: Callable[[Task], int]
-    kept_for_weights_bytes: Callable[[Task], int] | None = None
+    saved_bytes: Callable[[Task], int]
+    saved_for_weights_bytes: Callable[[Task], int] | None = None
 
 
-class RuleBook:
+class PlanRules:
     """Rules of all actions of a step.
 
     Attributes:
         rules: Rule of each action, by rank. I and W have rules only if the plan contains any.
-        givers: Action that establishes each fact.
-        giver_ranks: Rank of the action that establishes each fact.
+        fact_actions: Action that establishes each fact.
+        fact_ranks: Rank of the action that establishes each fact.
         counters: (rank that increments the counter, rank that waits for it) of each counter.
         tasks: Facts of each task.
         messages: All messages of the step.
@@ -119,8 +119,8 @@ class RuleBook:
         self.turns = reduction_turns(graph.layout)
         self._split = ActionType.I in kinds or ActionType.W in kinds
         self.rules: list[dict[Action, Rule]] = [{} for _ in ranks]
-        self.givers: list[Action] = []
-        self.giver_ranks: list[int] = []
+        self.fact_actions: list[Action] = []
+        self.fact_ranks: list[int] = []
         self.counters: list[tuple[int, int]] = []
         self.messages: list[Message] = []
         self._first_counter: dict[tuple[int, ...], int] = {}
@@ -132,7 +132,7 @@ class RuleBook:
         self._gathered = {
             (rank, stage): self._fact(rank, Action(ActionType.UNSHARD, stage))
             for rank in ranks if kinds & SHARDED
-            for stage in graph.layout.stages_of(rank)
+            for stage in graph.layout.stages_on_rank(rank)
         }  # fmt: skip
         done: dict[tuple[int, int], list[int]] = defaultdict(list)
         for task, facts in self.tasks.items():
@@ -140,27 +140,27 @@ class RuleBook:
             done[facts.rank, task.stage].append(facts.last)
         for rank in ranks:
             self._add_ends(rank, done)
-        self.together: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.mirror_counters: dict[tuple[int, tuple[int, ...]], int] = {}
         """Counter of actions that a rank has started with a group of mirrors, by (rank, ranks of
         the group)."""
-        for (_, rank), mirrors in graph.layout.together.items():
-            if (rank, mirrors) not in self.together:
-                self.together[rank, mirrors] = len(self.counters)
+        for (_, rank), mirrors in graph.layout.mirror_ranks.items():
+            if (rank, mirrors) not in self.mirror_counters:
+                self.mirror_counters[rank, mirrors] = len(self.counters)
                 self.counters += [
                     (rank, rank)
                 ] * 2  # counters are allocated in pairs; the second is unused
 
-    def name(self, fact: int) -> str:
+    def describe_fact(self, fact: int) -> str:
         """Return the name of the action that establishes a fact."""
-        action = self.givers[fact]
+        action = self.fact_actions[fact]
         if action.type is ActionType.B:
             return f"{action} (or {action._replace(type=ActionType.I)})"
         return str(action)
 
     def _fact(self, rank: int, action: Action) -> int:
-        self.givers.append(action)
-        self.giver_ranks.append(rank)
-        return len(self.givers) - 1
+        self.fact_actions.append(action)
+        self.fact_ranks.append(rank)
+        return len(self.fact_actions) - 1
 
     def _add_task(self, task: Task) -> TaskFacts:
         """Create the facts of a task: output, gradients of inputs, gradients of weights."""
@@ -181,7 +181,7 @@ class RuleBook:
         if sizes is None:
             moved = [spec for spec in specs if spec.requires_grad or not transfer.backward]
             first, second = (
-                sum(spec.on_rank(source=source).nbytes for spec in moved)
+                sum(spec.local_spec(source=source).nbytes for spec in moved)
                 for source in (True, False)
             )
             sizes = self._bytes[key] = (second, first) if transfer.backward else (first, second)
@@ -232,7 +232,7 @@ class RuleBook:
         rules = self.rules[facts.rank]
         needs, gradients = facts.inputs
         gathered = self._gathered.get((facts.rank, task.stage))
-        rules[self.givers[facts.output]] = Rule(
+        rules[self.fact_actions[facts.output]] = Rule(
             tuple(needs) if gathered is None else (gathered, *needs),
             (facts.output,),
             facts.allocates[False],
@@ -241,7 +241,7 @@ class RuleBook:
         if facts.gradient is None:
             return
         for_inputs = (facts.output, *gradients)
-        rules[self.givers[facts.gradient]] = Rule(
+        rules[self.fact_actions[facts.gradient]] = Rule(
             for_inputs,
             (facts.gradient,) if facts.weights is None else (facts.gradient, facts.weights),
             facts.allocates[True],
@@ -255,7 +255,7 @@ class RuleBook:
         assert facts.gradient is not None
         rules = self.rules[facts.rank]
         if facts.weights is not None:
-            rules[self.givers[facts.weights]] = Rule((facts.gradient,), (facts.weights,))
+            rules[self.fact_actions[facts.weights]] = Rule((facts.gradient,), (facts.weights,))
         rules[Action(ActionType.I, *task)] = Rule(
             for_inputs, (facts.gradient,), facts.allocates[True], facts.frees[True]
         )
@@ -272,14 +272,14 @@ class RuleBook:
         facts = self.tasks[action.task] if action.type in COMPUTE else None
         if facts is None or facts.gradient is None:
             return rule.allocates, rule.frees
-        saved = memory.kept_bytes(action.task)
+        saved = memory.saved_bytes(action.task)
         if action.type is ActionType.F:
             return rule.allocates + saved, rule.frees
         if action.type is ActionType.B:
             return rule.allocates, rule.frees + saved
         saved_for_weights = 0
         if facts.weights is not None:
-            weights = memory.kept_for_weights_bytes
+            weights = memory.saved_for_weights_bytes
             saved_for_weights = saved if weights is None else weights(action.task)
         if action.type is ActionType.W:
             return rule.allocates, rule.frees + saved_for_weights
@@ -292,7 +292,7 @@ class RuleBook:
         """Add the rules of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIED of a rank."""
         rules = self.rules[rank]
         finished: dict[int, tuple[int, ...]] = {}
-        for stage in self.graph.layout.stages_of(rank):
+        for stage in self.graph.layout.stages_on_rank(rank):
             finished[stage] = tuple(done.get((rank, stage), ()))
             gathered = self._gathered.get((rank, stage))
             if gathered is None:
@@ -311,7 +311,7 @@ class RuleBook:
             rules[action] = Rule(
                 finished[action.stage],
                 (fact,),
-                raises=raised,
-                awaits=awaited,
-                pair=self._tied_pairs.setdefault(first, fact),
+                increments=raised,
+                waits_for=awaited,
+                pair_id=self._tied_pairs.setdefault(first, fact),
             )

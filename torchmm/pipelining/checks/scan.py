@@ -1,9 +1,9 @@
 """One pass over the programs of a plan, and a joint simulation of all ranks.
 
-`play` checks that all ranks can finish. Computation never blocks, so only posts and waits are
-simulated. A transfer is complete when both ends are posted, and not before. All backends behave
-this way for large tensors, so a valid plan does not depend on buffering. The k-th send of a channel
-matches the k-th receive. `validate` checks that both have the same message.
+`simulate_events` checks that all ranks can finish. Computation never blocks, so only posts and
+waits are simulated. A transfer is complete when both ends are posted, and not before. All backends
+behave this way for large tensors, so a valid plan does not depend on buffering. The k-th send of a
+channel matches the k-th receive. `validate` checks that both have the same message.
 
 Reductions wait for data-parallel replicas, which run different plans. Each plan must therefore be
 safe with all other plans (`torchmm.pipelining.plan.reductions`). Each rank has a *turn*. It is one
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchmm.pipelining.checks.problems import PlanProblem, ProblemKind
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -43,16 +43,16 @@ Tuples of integers are not tracked by the garbage collector, and each transfer h
 REDUCTION = -1
 
 
-class Played(NamedTuple):
+class ScanResult(NamedTuple):
     """Result of the joint simulation."""
 
-    stuck: dict[int, Event]
+    blocked: dict[int, Event]
     """Blocking wait of each rank that did not finish."""
-    crossed: list[tuple[int, Event, int]]
+    unsafe_reductions: list[tuple[int, Event, int]]
     """(rank, reduction, turn of the rank) of each unsafe reduction."""
 
 
-def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
+def simulate_events(events: Sequence[Sequence[Event]], counters: int) -> ScanResult:
     """Simulate the events of all ranks until no rank can continue.
 
     Args:
@@ -62,14 +62,14 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
     posted: list[list[int]] = [[] for _ in range(counters)]
     """Turns of the rank at each post, by counter."""
     turns = [0] * len(events)
-    crossed: list[tuple[int, Event, int]] = []
+    unsafe: list[tuple[int, Event, int]] = []
     waiting: dict[int, list[int]] = {}
-    following = [0] * len(events)
+    next_index = [0] * len(events)
     ready = list(range(len(events)))
     while ready:
         rank = ready.pop()
         program = events[rank]
-        index = following[rank]
+        index = next_index[rank]
         turn = turns[rank]
         while index < len(program):
             counter, needed, _ = program[index]
@@ -79,7 +79,7 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
                     ready += waiting.pop(counter)
             elif needed == REDUCTION:
                 if turn > counter:
-                    crossed.append((rank, program[index], turn))
+                    unsafe.append((rank, program[index], turn))
                 turn = max(turn, counter + 1)
             elif len(posted[counter]) < needed:
                 waiting.setdefault(counter, []).append(rank)
@@ -87,14 +87,14 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
             elif posted[counter][needed - 1] > turn:
                 turn = posted[counter][needed - 1]
             index += 1
-        following[rank] = index
+        next_index[rank] = index
         turns[rank] = turn
-    stuck = {
-        rank: program[following[rank]]
+    blocked = {
+        rank: program[next_index[rank]]
         for rank, program in enumerate(events)
-        if following[rank] < len(program)
+        if next_index[rank] < len(program)
     }
-    return Played(stuck, crossed)
+    return ScanResult(blocked, unsafe)
 
 
 Finding = tuple[ProblemKind, str, str]
@@ -102,13 +102,13 @@ Finding = tuple[ProblemKind, str, str]
 FORWARDS_ONLY = ("the plan has only forward passes", "remove it, or lower with training=True")
 
 
-class Scan:
-    """Pass over all ranks that checks facts and collects the events for `play`."""
+class ProgramScan:
+    """Pass over all ranks that checks facts and collects the events for `simulate_events`."""
 
-    def __init__(self, book: RuleBook, plan: PipelinePlan) -> None:
+    def __init__(self, book: PlanRules, plan: PipelinePlan) -> None:
         self.book, self.plan = book, plan
         self.problems: list[PlanProblem] = []
-        self.established = bytearray(len(book.givers))
+        self.established = bytearray(len(book.fact_actions))
         self.events: list[list[Event]] = []
         self.posts: dict[int, list[int]] = defaultdict(list)
         """IDs of the posted transfers, by counter, in program order."""
@@ -121,12 +121,12 @@ class Scan:
         for position, action in enumerate(self.plan.actions[rank]):
             rule = rules.get(action)
             if rule is None:
-                self._report(rank, position, explain_foreign(self.book, rank, action))
+                self._report(rank, position, explain_unexpected(self.book, rank, action))
                 continue
             needs, gives, _, _, raises, awaits, pair = rule  # faster than attributes
             for fact in needs:
                 if not established[fact]:
-                    giver = self.book.name(fact)
+                    giver = self.book.describe_fact(fact)
                     text = f"{giver} has not run before it"
                     self._report(rank, position, ("dependency", text, f"put {giver} before it"))
             for fact in gives:
@@ -137,7 +137,7 @@ class Scan:
                 transfers.append((position, raises, awaits, pair))
         events = self._transfer_events(transfers)
         more = self._reductions(rank)
-        if self.book.together:
+        if self.book.mirror_counters:
             more += self._mirror_events(rank)
         if more:
             # The sort is stable: the post of an action comes before its waits.
@@ -174,17 +174,17 @@ class Scan:
 
     def _mirror_events(self, rank: int) -> list[Event]:
         """Return the events of mirrors. Each action waits until all mirrors have started it."""
-        together = self.book.graph.layout.together
+        mirror_ranks = self.book.graph.layout.mirror_ranks
         events: list[Event] = []
         for position, action in enumerate(self.plan.actions[rank]):
-            mirrors = together.get((action.stage, rank))
+            mirrors = mirror_ranks.get((action.stage, rank))
             if action.type in COMPUTE and mirrors:
-                counter = self.book.together[rank, mirrors]
+                counter = self.book.mirror_counters[rank, mirrors]
                 posted = self.posts[counter]
                 posted.append(len(posted))
                 events.append((counter, 0, position))
                 mirror_counters = (
-                    self.book.together[other, mirrors] for other in mirrors if other != rank
+                    self.book.mirror_counters[other, mirrors] for other in mirrors if other != rank
                 )
                 events += ((other, len(posted), position) for other in mirror_counters)
         return events
@@ -203,18 +203,20 @@ class Scan:
         rules = self.book.rules[rank]
         program = self.plan.actions[rank]
         earlier = next(
-            i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a].gives
+            i
+            for i, a in enumerate(program[:position])
+            if a in rules and fact in rules[a].establishes
         )
         text = f"action {earlier} ({program[earlier]}) is the same"
         return "duplicate", text, "remove one of them"
 
 
-def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
+def explain_unexpected(book: PlanRules, rank: int, action: Action) -> Finding:
     """Return the reason why an action does not belong to the program of a rank."""
     kind = action.type
-    elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
-    if elsewhere:
-        ranks = " or ".join(str(r) for r in elsewhere)
+    other_ranks = [r for r, rules in enumerate(book.rules) if action in rules]
+    if other_ranks:
+        ranks = " or ".join(str(r) for r in other_ranks)
         return "wrong_rank", f"it belongs to rank {ranks}", "move it there"
     for expected in book.rules[rank] if rank < len(book.rules) else ():
         if expected[:5] == action[:5] and expected.peer >= 0:
@@ -229,13 +231,13 @@ def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
     return "unknown", *_explain_other(book, rank, action)
 
 
-def _explain_compute(book: RuleBook, action: Action) -> Finding:
+def _explain_compute(book: PlanRules, action: Action) -> Finding:
     graph = book.graph
     task = action.task
     if task not in book.tasks:
         count = 0
         if 0 <= task.microbatch < graph.microbatches:
-            count = graph.parts(task.stage, task.microbatch)
+            count = graph.task_count(task.stage, task.microbatch)
         text = (
             f"stage {task.stage} has {count} task(s) for microbatch {task.microbatch} of "
             f"{graph.microbatches}"
@@ -256,7 +258,7 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
     return "unknown", text, "remove it"
 
 
-def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]:
+def _explain_other(book: PlanRules, rank: int, action: Action) -> tuple[str, str]:
     kind = action.type
     stage = book.graph.layout.stages[action.stage]
     if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
@@ -278,7 +280,7 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
     return _explain_transfer(book, action)
 
 
-def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
+def _explain_transfer(book: PlanRules, action: Action) -> tuple[str, str]:
     kind = action.type
     ends = (action.stage, action.other)
     backward = kind in (ActionType.SEND_B, ActionType.RECV_B, ActionType.WAIT_B,
@@ -290,6 +292,6 @@ def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
         return f"the graph has no {message}", "remove it, or plan with the graph of this step"
     if backward and not book.training:
         return FORWARDS_ONLY
-    if backward and not book.graph.carries_gradient(message):
+    if backward and not book.graph.sends_gradient(message):
         return "no gradient is sent for this message", "remove it"
     return "both stages are on one rank, where no transfer is required", "remove it"

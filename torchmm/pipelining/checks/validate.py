@@ -2,9 +2,10 @@
 
 A wrong plan does not fail with an error. It blocks all ranks, or trains with the gradients of a
 different microbatch. Each plan is therefore validated where it is built, before it is sent to other
-ranks. One pass over the actions of each rank checks them against `RuleBook`: each action exists
+ranks. One pass over the actions of each rank checks them against `PlanRules`: each action exists
 exactly once, after its inputs. Then both ends of each channel are compared, and all ranks are
-simulated together (`play`). Validation needs no cost model and is fast enough for every step.
+simulated together (`simulate_events`). Validation needs no cost model and is fast enough for every
+step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import get_args
 
 from torchmm.common.extensions import find_entries
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
-from torchmm.pipelining.checks.rules import RuleBook
-from torchmm.pipelining.checks.scan import Played, Scan, play
+from torchmm.pipelining.checks.rules import PlanRules
+from torchmm.pipelining.checks.scan import ProgramScan, ScanResult, simulate_events
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
+from torchmm.pipelining.plan.plan import PipelinePlan, RecomputeMode, TensorSpec
 
 COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
 WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
@@ -29,17 +30,17 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
     """Check that a plan executes the complete step in a valid order and without deadlocks.
 
     If a plan unshards or reduces any stage, it must do so for all stages. The simulator computes
-    memory use with the same `RuleBook`.
+    memory use with the same `PlanRules`.
 
     Extensions can add checks with entries in the table "plan_checks". An entry is a function of
-    the plan and its `RuleBook` that yields problems. `is_used` of the entry receives the plan.
+    the plan and its `PlanRules` that yields problems. `is_used` of the entry receives the plan.
     """
-    book = RuleBook(plan)
-    scan = Scan(book, plan)
+    book = PlanRules(plan)
+    scan = ProgramScan(book, plan)
     for rank in range(len(plan.actions)):
         scan.run(rank)
-    played = play(scan.events, len(book.counters))
-    of_extensions = [
+    simulated = simulate_events(scan.events, len(book.counters))
+    extension_problems = [
         problem
         for entry in find_entries("plan_checks")
         if entry.is_used(plan)
@@ -50,11 +51,11 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
         *_specs(plan, book),
         *_missing(plan, book, scan.established),
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan, book)),
-        *_crossed(plan, book, played),
+        *_unsafe_reductions(plan, book, simulated),
         *_mirrors(plan),
-        *of_extensions,
+        *extension_problems,
         *_channels(plan, book, scan),
-        *_deadlocks(plan, book, scan, played),
+        *_deadlocks(plan, book, scan, simulated),
         *_recompute(plan),
     ]
     order = get_args(ProblemKind)
@@ -62,7 +63,7 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
     return PlanReport(tuple(problems))
 
 
-def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+def _specs(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
     """Yield messages without tensors, invalid tensors, and specs of unknown messages."""
     if not plan.specs:
         return
@@ -73,7 +74,7 @@ def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
         if specs not in wrong:
             wrong[specs] = _wrong_tensors(specs)
         text = wrong[specs]
-        if not text and book.training and plan.graph.carries_gradient(message):
+        if not text and book.training and plan.graph.sends_gradient(message):
             text = (
                 "" if any(s.requires_grad for s in specs) else "no tensor that requires a gradient"
             )
@@ -107,7 +108,7 @@ def _position(plan: PipelinePlan, rank: int, action: Action) -> int:
     return program.index(action) if action in program else -1
 
 
-def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iterator[PlanProblem]:
+def _missing(plan: PipelinePlan, book: PlanRules, established: bytearray) -> Iterator[PlanProblem]:
     if 0 not in established:
         return
     with_gradient = {
@@ -115,43 +116,43 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
         for f in book.tasks.values()
         if f.weights is not None and f.gradient is not None
     }
-    never_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
+    has_no_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
     for fact, is_established in enumerate(established):
         if is_established or (fact in with_gradient and not established[with_gradient[fact]]):
             continue
-        rank = book.giver_ranks[fact]
-        action = book.givers[fact]
+        rank = book.fact_ranks[fact]
+        action = book.fact_actions[fact]
         remedy = "build the plan with lower_plan"
         if action.type in COMPUTE:
             remedy = "build the order from the graph of this step"
-            if never_backward and action.type is not ActionType.F:
+            if has_no_backward and action.type is not ActionType.F:
                 remedy = "lower an order without backward passes only with training=False"
-        text = f"{book.name(fact)} is missing from the program"
+        text = f"{book.describe_fact(fact)} is missing from the program"
         yield PlanProblem("missing", rank, -1, action, text, remedy)
 
 
-def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+def _collectives(rank: int, plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
     """Yield collectives that replicas with different plans would run in different orders.
 
     The order is that of the stages. For reductions, it is the order of their turns.
     """
     program = plan.actions[rank]
-    meetings = [(i, a) for i, a in enumerate(program) if a.type in COLLECTIVES]
-    if not meetings:
+    collectives = [(i, a) for i, a in enumerate(program) if a.type in COLLECTIVES]
+    if not collectives:
         return
     count = len(program)
-    busy = next((i for i, a in enumerate(program) if a.type in COMPUTE + WAITS), count)
-    done = next((i for i in reversed(range(count)) if program[i].type in COMPUTE), -1)
-    for position, action in meetings:
-        if action.type is ActionType.UNSHARD and position > busy:
-            text = f"runs after action {busy} ({program[busy]})"
+    first_busy = next((i for i, a in enumerate(program) if a.type in COMPUTE + WAITS), count)
+    last_compute = next((i for i in reversed(range(count)) if program[i].type in COMPUTE), -1)
+    for position, action in collectives:
+        if action.type is ActionType.UNSHARD and position > first_busy:
+            text = f"runs after action {first_busy} ({program[first_busy]})"
             remedy = "all-gather all stages before the first computation or wait"
             yield PlanProblem("collective", rank, position, action, text, remedy)
-        if action.type is ActionType.REDUCE_TIED and position < done:
-            text = f"runs before action {done} ({program[done]})"
+        if action.type is ActionType.REDUCE_TIED and position < last_compute:
+            text = f"runs before action {last_compute} ({program[last_compute]})"
             remedy = "exchange gradients of tied weights after all computation"
             yield PlanProblem("collective", rank, position, action, text, remedy)
-    for (_, before), (position, action) in pairwise(meetings):
+    for (_, before), (position, action) in pairwise(collectives):
         if _turn(before, book) > _turn(action, book):
             text = f"runs after {before}, but replicas of this rank run it before"
             remedy = (
@@ -161,10 +162,12 @@ def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[Plan
             yield PlanProblem("collective", rank, position, action, text, remedy)
 
 
-def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[PlanProblem]:
+def _unsafe_reductions(
+    plan: PipelinePlan, book: PlanRules, simulated: ScanResult
+) -> Iterator[PlanProblem]:
     """Yield reductions that need an action behind a later reduction on a different rank."""
     stages = {turn: stage for stage, turn in book.turns.items()}
-    for rank, (_, _, position), reached in played.crossed:
+    for rank, (_, _, position), reached in simulated.unsafe_reductions:
         text = (
             "runs after an action that requires a rank that has reduced stage "
             f"{stages[reached - 1]}; two replicas could wait for each other in these "
@@ -184,12 +187,12 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
     actions_of_pair: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, program in enumerate(plan.actions):
         for position, action in enumerate(program):
-            mirrors = layout.together.get((action.stage, rank), ())
+            mirrors = layout.mirror_ranks.get((action.stage, rank), ())
             for other in mirrors if action.type in COMPUTE else ():
-                same = action._replace(stage=layout.mirrored[action.stage][0])
+                same = action._replace(stage=layout.mirror_stages[action.stage][0])
                 actions_of_pair[rank, other].append((position, same))
     for first, rank in sorted(
-        {(min(mirrors), rank) for (_, rank), mirrors in layout.together.items()}
+        {(min(mirrors), rank) for (_, rank), mirrors in layout.mirror_ranks.items()}
     ):
         if first == rank:
             continue
@@ -205,15 +208,15 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
             yield PlanProblem("collective", rank, position, actual, text, remedy)
 
 
-def _turn(action: Action, book: RuleBook) -> tuple[int, int, int]:
+def _turn(action: Action, book: PlanRules) -> tuple[int, int, int]:
     if action.type is ActionType.REDUCE_TIED:
         return 2, min(action.stage, action.other), max(action.stage, action.other)
     reduces = action.type is ActionType.REDUCE_GRAD
-    place = book.turns.get(action.stage, -1) if reduces else action.stage
-    return COLLECTIVES.index(action.type), place, 0
+    turn = book.turns.get(action.stage, -1) if reduces else action.stage
+    return COLLECTIVES.index(action.type), turn, 0
 
 
-def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
+def _channels(plan: PipelinePlan, book: PlanRules, scan: ProgramScan) -> Iterator[PlanProblem]:
     """Yield the first receive of each channel that does not match its send."""
     for counter in range(0, len(book.counters), 2):
         sender, receiver = book.counters[counter]
@@ -233,10 +236,10 @@ def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanPr
 
 
 def _deadlocks(
-    plan: PipelinePlan, book: RuleBook, scan: Scan, played: Played
+    plan: PipelinePlan, book: PlanRules, scan: ProgramScan, simulated: ScanResult
 ) -> Iterator[PlanProblem]:
-    stuck = played.stuck
-    for rank, (counter, needed, position) in stuck.items():
+    blocked = simulated.blocked
+    for rank, (counter, needed, position) in blocked.items():
         peer = book.counters[counter][0]
         posts = scan.posts[counter]
         text = f"waits for rank {peer} and never continues, because rank {peer} "
@@ -245,8 +248,8 @@ def _deadlocks(
         else:
             at = scan.position(peer, counter, needed - 1)
             text += f"does not reach action {at} ({plan.actions[peer][at]})"
-        if peer in stuck:
-            _, _, at = stuck[peer]
+        if peer in blocked:
+            _, _, at = blocked[peer]
             text += f" but is blocked in action {at} ({plan.actions[peer][at]})"
         remedy = "change the order of these actions so that one rank can continue"
         action = plan.actions[rank][position]
@@ -270,7 +273,7 @@ def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
             text = "has no backward pass for recomputation"
         elif len(modes) != stage.stop - stage.start:
             text = f"{len(modes)} recomputation modes for {stage.stop - stage.start} layers"
-        elif unknown := set(modes) - set(get_args(LayerMode)):
+        elif unknown := set(modes) - set(get_args(RecomputeMode)):
             text = f"unknown recomputation modes: {sorted(unknown)}"
         if text:
             rank = plan.graph.rank(task)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorRanks
+from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorParallelism
 
 
 class Task(NamedTuple):
@@ -80,8 +80,8 @@ class StageLayout:
         stages: Stages, sorted by index.
         edges: (source, destination) pairs of stages, with source < destination.
         sub_microbatched: Modules with sub-microbatches.
-        tensor: Tensor parallelism of each module. The tensor-parallel ranks of a module are one
-            rank of the plan, or several (mirrors). Modules that are missing have size 1.
+        tensor_parallel: Tensor parallelism of each module. The tensor-parallel ranks of a module
+            are one rank of the plan, or several (mirrors). Modules that are missing have size 1.
 
     Raises:
         ValueError: Stage indices or edges are invalid.
@@ -90,7 +90,7 @@ class StageLayout:
     stages: tuple[StageSpec, ...]
     edges: tuple[tuple[int, int], ...]
     sub_microbatched: frozenset[str] = frozenset()
-    tensor: Mapping[str, TensorRanks] = field(default_factory=dict, hash=False)
+    tensor_parallel: Mapping[str, TensorParallelism] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         count = len(self.stages)
@@ -102,9 +102,11 @@ class StageLayout:
                     f"edge {source} -> {destination}: the destination must be a later one of "
                     f"{count} stages"
                 )
-            parts = {self.stages[s].module in self.sub_microbatched for s in (source, destination)}
+            sub_microbatched = {
+                self.stages[s].module in self.sub_microbatched for s in (source, destination)
+            }
             modules = {self.stages[s].module for s in (source, destination)}
-            if parts == {True} and len(modules) == 2:
+            if sub_microbatched == {True} and len(modules) == 2:
                 raise ValueError(
                     f"edge {source} -> {destination}: connects {sorted(modules)}, which both "
                     "have sub-microbatches; put a module without sub-microbatches between "
@@ -136,14 +138,14 @@ class StageLayout:
         return tuple(tuple(groups[key]) for key in sorted(groups))
 
     @cached_property
-    def mirrors(self) -> int:
+    def mirror_count(self) -> int:
         """Number of ranks of the plan that share a stage of the LLM. 1 without mirrors."""
         return 1 + max(stage.mirror for stage in self.stages)
 
     @cached_property
-    def mirrored(self) -> tuple[tuple[int, ...], ...]:
+    def mirror_stages(self) -> tuple[tuple[int, ...], ...]:
         """Mirrors of each stage, including the stage itself."""
-        if self.mirrors == 1:
+        if self.mirror_count == 1:
             return tuple((stage.index,) for stage in self.stages)
         groups: dict[tuple[str, int, int], list[int]] = {}
         for stage in self.stages:
@@ -151,59 +153,65 @@ class StageLayout:
         return tuple(tuple(groups[s.module, s.start, s.stop]) for s in self.stages)
 
     @cached_property
-    def together(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+    def mirror_ranks(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """Ranks that run the tasks of a mirrored stage together, by stage and rank of the plan."""
         ranks = {}
-        for stage, mirrors in enumerate(self.mirrored):
+        for stage, mirrors in enumerate(self.mirror_stages):
             for replica, rank in enumerate(self.stages[stage].ranks) if len(mirrors) > 1 else ():
                 ranks[stage, rank] = tuple(self.stages[m].ranks[replica] for m in mirrors)
         return ranks
 
-    def tensor_ranks(self, stage: int) -> TensorRanks:
+    def tensor_parallelism(self, stage: int) -> TensorParallelism:
         """Return the tensor parallelism of the module of a stage."""
-        return self.tensor.get(self.stages[stage].module, TensorRanks())
+        return self.tensor_parallel.get(self.stages[stage].module, TensorParallelism())
 
-    def group_size(self, stage: int) -> int:
+    def tensor_group_size(self, stage: int) -> int:
         """Return the number of tensor-parallel ranks per rank of the plan."""
-        return max(1, self.tensor_ranks(stage).size // len(self.mirrored[stage]))
+        return max(1, self.tensor_parallelism(stage).size // len(self.mirror_stages[stage]))
 
-    def slices(self, source: int, destination: int, *, stays: bool) -> MessageSlices:
+    def slices(self, source: int, destination: int, *, same_rank: bool) -> MessageSlices:
         """Return the token slices of a message that tensor-parallel ranks send and receive.
 
         Args:
             source: Source stage.
             destination: Destination stage.
-            stays: Whether the message stays on a rank of the plan.
+            same_rank: Whether the message stays on a rank of the plan.
         """
-        here = self.tensor_ranks(source)
-        there = self.tensor_ranks(destination)
-        if not here.sends_slices or max(here.size, there.size) == 1:
+        source_ranks = self.tensor_parallelism(source)
+        destination_ranks = self.tensor_parallelism(destination)
+        if (
+            not source_ranks.sends_token_slices
+            or max(source_ranks.size, destination_ranks.size) == 1
+        ):
             return MessageSlices(None, None)
-        inside = self.stages[source].module == self.stages[destination].module
-        cut: Slices | None = None
-        if self.parts_mirrors(source, destination):
-            cut = Slices(there.size, there.size)
-        elif not stays:
-            cut = Slices(here.size, there.size)
-        if inside and here.keeps_slices:
-            return MessageSlices(Slices(here.size, there.size, gathered=False), cut)
-        return MessageSlices(cut, cut)
+        same_module = self.stages[source].module == self.stages[destination].module
+        sharded: Slices | None = None
+        if self.splits_among_mirrors(source, destination):
+            sharded = Slices(destination_ranks.size, destination_ranks.size)
+        elif not same_rank:
+            sharded = Slices(source_ranks.size, destination_ranks.size)
+        if same_module and source_ranks.is_sequence_sharded:
+            return MessageSlices(
+                Slices(source_ranks.size, destination_ranks.size, gathered=False), sharded
+            )
+        return MessageSlices(sharded, sharded)
 
-    def parts_mirrors(self, source: int, destination: int) -> bool:
+    def splits_among_mirrors(self, source: int, destination: int) -> bool:
         """Return True if each mirror of the destination receives different tokens."""
         return (
-            self.tensor_ranks(source).sends_slices and self.mirrors_handed(source, destination) > 1
+            self.tensor_parallelism(source).sends_token_slices
+            and self.mirrors_per_source(source, destination) > 1
         )
 
-    def mirrors_handed(self, source: int, destination: int) -> int:
+    def mirrors_per_source(self, source: int, destination: int) -> int:
         """Return the number of consecutive destination mirrors that a source mirror sends to."""
-        return len(self.mirrored[destination]) // len(self.mirrored[source])
+        return len(self.mirror_stages[destination]) // len(self.mirror_stages[source])
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_on_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages with a replica on a rank of the plan."""
         return tuple(s.index for s in self.stages if rank in s.ranks)
 
-    def has_parts(self, stage: int) -> bool:
+    def has_sub_microbatches(self, stage: int) -> bool:
         """Return True if the module of a stage has sub-microbatches."""
         return self.stages[stage].module in self.sub_microbatched
 
@@ -245,7 +253,7 @@ class StageGraph:
                     "microbatches; pass one count >= 0 per microbatch"
                 )
 
-    def parts(self, stage: int, microbatch: int) -> int:
+    def task_count(self, stage: int, microbatch: int) -> int:
         """Return the number of tasks of a stage for a microbatch."""
         counts = self.sub_microbatches.get(self.layout.stages[stage].module)
         return 1 if counts is None else counts[microbatch]
@@ -262,34 +270,40 @@ class StageGraph:
         """Yield all tasks by microbatch and stage, which is a valid execution order."""
         for microbatch in range(self.microbatches):
             for stage in range(len(self.layout.stages)):
-                for part in range(self.parts(stage, microbatch)):
-                    yield Task(stage, microbatch, part)
+                for sub_microbatch in range(self.task_count(stage, microbatch)):
+                    yield Task(stage, microbatch, sub_microbatch)
 
     def incoming(self, task: Task) -> tuple[Message, ...]:
         """Return the inputs of the forward pass of a task, by edge and sub-microbatch."""
-        found = self._incoming.get(task)
-        if found is None:
-            stage, microbatch, part = task
-            own = self.layout.has_parts(stage)
-            found = self._incoming[task] = tuple(
-                Message(source, stage, microbatch, p)
+        messages = self._incoming.get(task)
+        if messages is None:
+            stage, microbatch, sub_microbatch = task
+            has_sub = self.layout.has_sub_microbatches(stage)
+            messages = self._incoming[task] = tuple(
+                Message(source, stage, microbatch, index)
                 for source in self.layout.sources[stage]
-                for p in ((part,) if own else range(self.parts(source, microbatch)))
+                for index in (
+                    (sub_microbatch,) if has_sub else range(self.task_count(source, microbatch))
+                )
             )
-        return found
+        return messages
 
     def outgoing(self, task: Task) -> tuple[Message, ...]:
         """Return the outputs of the forward pass of a task, by edge and sub-microbatch."""
-        found = self._outgoing.get(task)
-        if found is None:
-            stage, microbatch, part = task
-            own = self.layout.has_parts(stage)
-            found = self._outgoing[task] = tuple(
-                Message(stage, destination, microbatch, p)
+        messages = self._outgoing.get(task)
+        if messages is None:
+            stage, microbatch, sub_microbatch = task
+            has_sub = self.layout.has_sub_microbatches(stage)
+            messages = self._outgoing[task] = tuple(
+                Message(stage, destination, microbatch, index)
                 for destination in self.layout.destinations[stage]
-                for p in ((part,) if own else range(self.parts(destination, microbatch)))
+                for index in (
+                    (sub_microbatch,)
+                    if has_sub
+                    else range(self.task_count(destination, microbatch))
+                )
             )
-        return found
+        return messages
 
     # Cached, because planner, lowering, validation and runtime all need the messages of each task.
 
@@ -304,29 +318,33 @@ class StageGraph:
     def messages(self) -> Iterator[Message]:
         """Yield all messages by edge, microbatch and sub-microbatch."""
         for source, destination in self.layout.edges:
-            divided = source if self.layout.has_parts(source) else destination
+            divided_stage = source if self.layout.has_sub_microbatches(source) else destination
             for microbatch in range(self.microbatches):
-                for part in range(self.parts(divided, microbatch)):
-                    yield Message(source, destination, microbatch, part)
+                for sub_microbatch in range(self.task_count(divided_stage, microbatch)):
+                    yield Message(source, destination, microbatch, sub_microbatch)
 
     def producer(self, message: Message) -> Task:
         """Return the task that produces a message."""
-        part = message.sub_microbatch if self.layout.has_parts(message.source) else 0
-        return Task(message.source, message.microbatch, part)
+        sub_microbatch = (
+            message.sub_microbatch if self.layout.has_sub_microbatches(message.source) else 0
+        )
+        return Task(message.source, message.microbatch, sub_microbatch)
 
     def consumer(self, message: Message) -> Task:
         """Return the task that consumes a message."""
-        part = message.sub_microbatch if self.layout.has_parts(message.destination) else 0
-        return Task(message.destination, message.microbatch, part)
+        sub_microbatch = (
+            message.sub_microbatch if self.layout.has_sub_microbatches(message.destination) else 0
+        )
+        return Task(message.destination, message.microbatch, sub_microbatch)
 
     @cached_property
-    def _backward(self) -> frozenset[tuple[int, int]]:
+    def _backward_pairs(self) -> frozenset[tuple[int, int]]:
         """Pairs (stage, microbatch) with a backward pass: the stage or a source is trainable."""
         pairs = set()
         for microbatch in range(self.microbatches):
             for stage in self.layout.stages:
                 reached = any(
-                    (source, microbatch) in pairs and self.parts(source, microbatch)
+                    (source, microbatch) in pairs and self.task_count(source, microbatch)
                     for source in self.layout.sources[stage.index]
                 )
                 if stage.trainable or reached:
@@ -339,32 +357,32 @@ class StageGraph:
         Frozen stages without trainable sources have no backward pass, such as a frozen encoder, or
         a frozen LLM in a microbatch without images.
         """
-        return (stage, microbatch) in self._backward
+        return (stage, microbatch) in self._backward_pairs
 
-    def carries_gradient(self, message: Message) -> bool:
+    def sends_gradient(self, message: Message) -> bool:
         """Return True if the consumer of a message sends a gradient to the producer.
 
         Mirrors that received the same message all compute its full gradient. Only the first mirror
         sends it. Mirrors that received different tokens each send the gradient of their tokens.
         """
-        if not self.differentiates(message):
+        if not self.computes_gradient(message):
             return False
         stages = self.layout.stages
         mirror = stages[message.destination].mirror
-        ends_in_another = mirror > 0 and stages[message.source].mirror != mirror
-        return not ends_in_another or self.parts_mirrors(message)
+        is_other_mirror = mirror > 0 and stages[message.source].mirror != mirror
+        return not is_other_mirror or self.splits_among_mirrors(message)
 
-    def differentiates(self, message: Message) -> bool:
+    def computes_gradient(self, message: Message) -> bool:
         """Return True if the consumer computes a gradient for a message."""
-        return (message.source, message.microbatch) in self._backward
+        return (message.source, message.microbatch) in self._backward_pairs
 
     def slices(self, message: Message) -> MessageSlices:
         """Return the token slices of a message that tensor-parallel ranks send and receive."""
-        if not self.layout.tensor:
+        if not self.layout.tensor_parallel:
             return MessageSlices(None, None)
-        stays = self.rank(self.producer(message)) == self.rank(self.consumer(message))
-        return self.layout.slices(message.source, message.destination, stays=stays)
+        same_rank = self.rank(self.producer(message)) == self.rank(self.consumer(message))
+        return self.layout.slices(message.source, message.destination, same_rank=same_rank)
 
-    def parts_mirrors(self, message: Message) -> bool:
+    def splits_among_mirrors(self, message: Message) -> bool:
         """Return True if mirrors of the destination receive different tokens of a message."""
-        return self.layout.parts_mirrors(message.source, message.destination)
+        return self.layout.splits_among_mirrors(message.source, message.destination)

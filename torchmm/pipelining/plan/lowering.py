@@ -13,7 +13,7 @@
   were sent before it. A posted receive occupies its buffer and a waiting CUDA kernel.
 - A WAIT_SEND frees the sent tensors and must not block. It is inserted after a WAIT that proves
   that the receiver has passed its WAIT. The proof can include other ranks, because each send
-  carries a vector clock (`_Program.clock`).
+  carries a vector clock (`_ProgramBuilder.clock`).
 - UNSHARD and REDUCE_GRAD are collectives among data-parallel replicas with different plans.
   UNSHARD actions precede all computation in stage order. REDUCE_GRAD follows the last backward
   pass of the stage, with the delay that a common order requires (`reductions`).
@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, MessageSpecs, PipelinePlan
-from torchmm.pipelining.plan.reductions import Place, reduction_places, reduction_turns
+from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan, UnshardMode
+from torchmm.pipelining.plan.reductions import ActionIndex, reduction_positions, reduction_turns
 from torchmm.pipelining.plan.transfers import (
     RECV,
     SEND,
@@ -47,7 +47,7 @@ from torchmm.pipelining.plan.transfers import (
     transfers,
 )
 
-Clock = NDArray[np.int64]
+VectorClock = NDArray[np.int64]
 """Vector clock: the number of compute actions of each rank that have started."""
 
 
@@ -55,7 +55,7 @@ def lower_plan(
     order: ComputeOrder,
     graph: StageGraph,
     specs: MessageSpecs,
-    sharding: Gathering = "none",
+    sharding: UnshardMode = "none",
     training: bool = True,
     *,
     receives_ahead: int = 2,
@@ -88,12 +88,15 @@ def lower_plan(
         )
     if receives_ahead < 0:
         raise ValueError(f"receives_ahead = {receives_ahead}: must be 0 or more")
-    network = _Network(order, graph, training)
-    reduced: list[dict[int, list[int]]] = [{} for _ in order]
+    network = _Transfers(order, graph, training)
+    reductions: list[dict[int, list[int]]] = [{} for _ in order]
     if sharding == "step" and training:
-        reduced = network.reductions() if reduces_early else _last(order, graph)
+        reductions = (
+            network.reductions() if reduces_early else _reductions_after_compute(order, graph)
+        )
     programs = [
-        _Program(rank, network, receives_ahead, reduced[rank]) for rank in range(len(order))
+        _ProgramBuilder(rank, network, receives_ahead, reductions[rank])
+        for rank in range(len(order))
     ]
     # A list, because every program has to advance.
     while any([program.advance() for program in programs]):
@@ -107,7 +110,7 @@ def lower_plan(
     return PipelinePlan(graph, tuple(actions), specs, training)
 
 
-class _Network:
+class _Transfers:
     """Transfers between ranks, by the compute actions at both ends, and their progress."""
 
     def __init__(self, order: ComputeOrder, graph: StageGraph, training: bool) -> None:
@@ -119,11 +122,11 @@ class _Network:
                 self.received[transfer.backward, transfer.consumer].append(transfer)
                 self.sent[transfer.backward, transfer.producer].append(transfer)
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self.used_at: dict[tuple[bool, Task], int] = {}
+        self.compute_index: dict[tuple[bool, Task], int] = {}
         for rank, program in enumerate(order):
             for position, action in enumerate(program):
-                if (key := key_of(action)) is not None:
-                    self.used_at[key] = position
+                if (key := transfer_key(action)) is not None:
+                    self.compute_index[key] = position
                     for transfer in self.sent.get(key, ()):
                         self.channels[rank, transfer.destination].append(transfer)
         self.position = {t: i for channel in self.channels.values() for i, t in enumerate(channel)}
@@ -132,27 +135,27 @@ class _Network:
         """Ranks that each rank receives from."""
         for source, destination in sorted(self.channels):
             self.sources[destination].append(source)
-        self.stamps: dict[Transfer, Clock] = {}
-        """Clock of the source when it sent a transfer that is in flight (`_Program.clock`)."""
+        self.send_clocks: dict[Transfer, VectorClock] = {}
+        """Clock of the source when it sent a transfer that is in flight."""
 
     def reductions(self) -> list[dict[int, list[int]]]:
-        """Return the result of `reduction_places` for the order."""
+        """Return the result of `reduction_positions` for the order."""
 
-        def needs(action: Action) -> Iterator[Place]:
-            key = key_of(action)
+        def needs(action: Action) -> Iterator[ActionIndex]:
+            key = transfer_key(action)
             for transfer in self.received.get(key, ()) if key else ():
-                made = self.used_at.get((transfer.backward, transfer.producer))
-                if made is not None:
-                    yield transfer.source, made
+                position = self.compute_index.get((transfer.backward, transfer.producer))
+                if position is not None:
+                    yield transfer.source, position
 
-        return reduction_places(self.order, self.graph, needs)
+        return reduction_positions(self.order, self.graph, needs)
 
     def _needed(self) -> dict[tuple[int, int], list[int]]:
         """Return the number of receives that each wait of a channel requires, by channel."""
         receives: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank, program in enumerate(self.order):
             for action in program:
-                key = key_of(action)
+                key = transfer_key(action)
                 for transfer in self.received.get(key, ()) if key else ():
                     needed = receives[transfer.source, rank]
                     sent = self.position.get(transfer, -1) + 1
@@ -160,20 +163,20 @@ class _Network:
         return receives
 
 
-def key_of(action: Action) -> tuple[bool, Task] | None:
+def transfer_key(action: Action) -> tuple[bool, Task] | None:
     """Return the key (is gradient, task) of the transfers of an action. None for W actions."""
     if action.type is ActionType.W:
         return None
     return action.type is not ActionType.F, action.task
 
 
-class _Program:
+class _ProgramBuilder:
     """Generates the actions of a rank, in step with the ranks that it receives from."""
 
     def __init__(
         self,
         rank: int,
-        network: _Network,
+        network: _Transfers,
         receives_ahead: int,
         reduced: Mapping[int, Sequence[int]],
     ) -> None:
@@ -184,14 +187,14 @@ class _Program:
         # Vector clock: a lower bound of the number of compute actions that each rank has started.
         # A send carries the clock of the sender, and a wait takes the elementwise maximum. It is an
         # array, because with hundreds of ranks comparisons in Python would dominate lowering.
-        self.clock: Clock = np.zeros(len(network.order), np.int64)
+        self.clock: VectorClock = np.zeros(len(network.order), np.int64)
         # By receiver: (index of the compute action that uses the transfer, send index, transfer).
-        self.unreleased: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
+        self.unfreed: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
         self.sends = 0
         self.posted: dict[tuple[int, int], int] = defaultdict(int)
         self.waited: dict[tuple[int, int], int] = defaultdict(int)
         for source in network.sources[rank]:
-            self._post_ahead((source, rank))
+            self._post_next_receives((source, rank))
         self._reduce()
 
     def advance(self, force: bool = False) -> bool:
@@ -203,12 +206,16 @@ class _Program:
         Returns:
             Whether any action was generated.
         """
-        begin, program, stamps = self.next, self.network.order[self.rank], self.network.stamps
+        begin, program, send_clocks = (
+            self.next,
+            self.network.order[self.rank],
+            self.network.send_clocks,
+        )
         while self.next < len(program):
             action = program[self.next]
-            key = key_of(action)
+            key = transfer_key(action)
             received = self.network.received.get(key, ()) if key else ()
-            if not force and not all(transfer in stamps for transfer in received):
+            if not force and not all(transfer in send_clocks for transfer in received):
                 break  # The clock of the sender is unknown until its program has advanced.
             for transfer in received:
                 self._wait(transfer)
@@ -223,9 +230,9 @@ class _Program:
     def finish(self) -> None:
         """Generate the remaining actions, and wait for sends without a proof of completion."""
         self.advance(force=True)
-        remaining = (entry for entries in self.unreleased.values() for entry in entries)
+        remaining = (entry for entries in self.unfreed.values() for entry in entries)
         for _, _, transfer in sorted(remaining, key=lambda entry: entry[1]):
-            self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
+            self.actions.append(transfer.source_action(WAIT_SEND[transfer.backward]))
 
     def _reduce(self) -> None:
         """Append the reductions that follow the current number of compute actions."""
@@ -233,26 +240,28 @@ class _Program:
             self.actions.append(Action(ActionType.REDUCE_GRAD, stage))
 
     def _send(self, transfer: Transfer) -> None:
-        self.actions.append(transfer.sending(SEND[transfer.backward]))
-        self.network.stamps[transfer] = self.clock.copy()
+        self.actions.append(transfer.source_action(SEND[transfer.backward]))
+        self.network.send_clocks[transfer] = self.clock.copy()
         # If the consumer is missing, the clock of the receiver never exceeds this value.
         never = len(self.network.order[transfer.destination])
-        used_at = self.network.used_at.get((transfer.backward, transfer.consumer), never)
-        entry = (used_at, self.sends, transfer)
-        heapq.heappush(self.unreleased[transfer.destination], entry)
+        compute_index = self.network.compute_index.get(
+            (transfer.backward, transfer.consumer), never
+        )
+        entry = (compute_index, self.sends, transfer)
+        heapq.heappush(self.unfreed[transfer.destination], entry)
         self.sends += 1
 
     def _wait(self, transfer: Transfer) -> None:
         channel = (transfer.source, self.rank)
         self._post(channel, self.network.position.get(transfer, -1) + 1)
-        self.actions.append(transfer.receiving(WAIT[transfer.backward]))
+        self.actions.append(transfer.destination_action(WAIT[transfer.backward]))
         self.waited[channel] += 1
-        self._post_ahead(channel)
-        stamp = self.network.stamps.pop(transfer, None)
-        if stamp is not None:
-            self._release(stamp)
+        self._post_next_receives(channel)
+        send_clock = self.network.send_clocks.pop(transfer, None)
+        if send_clock is not None:
+            self._free_received(send_clock)
 
-    def _post_ahead(self, channel: tuple[int, int]) -> None:
+    def _post_next_receives(self, channel: tuple[int, int]) -> None:
         """Post the receives of the next waits of a channel."""
         waits = self.waited[channel] + self.receives_ahead
         needed = self.network.needed.get(channel)
@@ -263,21 +272,21 @@ class _Program:
         """Post receives until the channel has `count` of them, including completed receives."""
         sequence = self.network.channels.get(channel, [])
         for transfer in sequence[self.posted[channel] : count]:
-            self.actions.append(transfer.receiving(RECV[transfer.backward]))
+            self.actions.append(transfer.destination_action(RECV[transfer.backward]))
             self.posted[channel] += 1
 
-    def _release(self, stamp: Clock) -> None:
+    def _free_received(self, send_clock: VectorClock) -> None:
         """Update the clock from a received stamp, and free tensors that peers have received."""
-        np.maximum(self.clock, stamp, out=self.clock)
-        for rank in sorted(rank for rank, entries in self.unreleased.items() if entries):
-            entries, begun = self.unreleased[rank], self.clock[rank]
+        np.maximum(self.clock, send_clock, out=self.clock)
+        for rank in sorted(rank for rank, entries in self.unfreed.items() if entries):
+            entries, started = self.unfreed[rank], self.clock[rank]
             # The inputs of a compute action have arrived when the action has started.
-            while entries and entries[0][0] < begun:
+            while entries and entries[0][0] < started:
                 transfer = heapq.heappop(entries)[2]
-                self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
+                self.actions.append(transfer.source_action(WAIT_SEND[transfer.backward]))
 
 
-def _last(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
+def _reductions_after_compute(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
     """Return the positions of reductions that follow all computation."""
     stages = graph.layout.stages
     trained = [s for s in map(stages.__getitem__, reduction_turns(graph.layout)) if s.trainable]
@@ -288,11 +297,11 @@ def _last(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
 
 
 def _collectives(
-    graph: StageGraph, rank: int, sharding: Gathering, training: bool
+    graph: StageGraph, rank: int, sharding: UnshardMode, training: bool
 ) -> tuple[list[Action], list[Action]]:
     """Return the collectives before and after the computation of a rank."""
     before, after = [], []
-    stages = graph.layout.stages_of(rank)
+    stages = graph.layout.stages_on_rank(rank)
     if sharding == "step":
         before = [Action(ActionType.UNSHARD, stage) for stage in stages]
         unreduced = [s for s in stages if not (training and graph.layout.stages[s].trainable)]

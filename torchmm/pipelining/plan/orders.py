@@ -16,7 +16,7 @@ from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
 
 
-class BackwardKinds(NamedTuple):
+class BackwardTypes(NamedTuple):
     """Action types of the backward pass of a task."""
 
     first: ActionType | None
@@ -28,12 +28,12 @@ class BackwardKinds(NamedTuple):
 def inputs_need_gradient(graph: StageGraph, stage: int, microbatch: int) -> bool:
     """Return True if tasks of a stage send gradients to preceding stages."""
     return any(
-        graph.needs_backward(source, microbatch) and graph.parts(source, microbatch)
+        graph.needs_backward(source, microbatch) and graph.task_count(source, microbatch)
         for source in graph.layout.sources[stage]
     )
 
 
-def backward_kinds(graph: StageGraph, stage: int, microbatch: int, *, split: bool) -> BackwardKinds:
+def backward_types(graph: StageGraph, stage: int, microbatch: int, *, split: bool) -> BackwardTypes:
     """Return the action types of the backward pass of a task.
 
     Args:
@@ -43,20 +43,20 @@ def backward_kinds(graph: StageGraph, stage: int, microbatch: int, *, split: boo
         split: Whether to split backward passes that have both I and W.
     """
     if not graph.needs_backward(stage, microbatch):
-        return BackwardKinds(None, None)
+        return BackwardTypes(None, None)
     if not split or not inputs_need_gradient(graph, stage, microbatch):
-        return BackwardKinds(ActionType.B, None)
-    return BackwardKinds(
+        return BackwardTypes(ActionType.B, None)
+    return BackwardTypes(
         ActionType.I, ActionType.W if graph.layout.stages[stage].trainable else None
     )
 
 
-def needed_action(graph: StageGraph, action: Action) -> Action | None:
+def action_in_step(graph: StageGraph, action: Action) -> Action | None:
     """Return the action that replaces an action if parts of the model are frozen, or None."""
     if action.type is ActionType.F:
         return action
     split = action.type is not ActionType.B
-    kinds = backward_kinds(graph, action.stage, action.microbatch, split=split)
+    kinds = backward_types(graph, action.stage, action.microbatch, split=split)
     if not split or kinds.first is None:
         return action if kinds.first else None
     if kinds.first is ActionType.B:  # no gradient to send: B takes the position of W
@@ -64,7 +64,7 @@ def needed_action(graph: StageGraph, action: Action) -> Action | None:
     return action if action.type in (ActionType.I, kinds.deferred) else None
 
 
-def by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
+def split_by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
     """Split a global order of actions by rank. The result is valid if the global order is."""
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
     stages = graph.layout.stages
@@ -105,20 +105,20 @@ def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
 
 
 def _task_problems(graph: StageGraph, task: Task, types: list[ActionType]) -> Iterator[str]:
-    full = backward_kinds(graph, task.stage, task.microbatch, split=False)
-    halves = backward_kinds(graph, task.stage, task.microbatch, split=True)
-    legal = [{t for t in kinds if t} for kinds in (full, halves)]
+    full = backward_types(graph, task.stage, task.microbatch, split=False)
+    halves = backward_types(graph, task.stage, task.microbatch, split=True)
+    allowed = [{t for t in kinds if t} for kinds in (full, halves)]
     backward = {t for t in types if t is not ActionType.F}
     if ActionType.F not in types:
         yield f"{Action(ActionType.F, *task)} is missing"
-    if backward in legal:
+    if backward in allowed:
         return
-    has = ", ".join(str(Action(t, *task)) for t in COMPUTE if t in backward) or "no backward"
-    if not legal[0]:
-        yield f"{has} is set, but neither it nor an earlier stage is trained; remove it"
+    actual = ", ".join(str(Action(t, *task)) for t in COMPUTE if t in backward) or "no backward"
+    if not allowed[0]:
+        yield f"{actual} is set, but neither it nor an earlier stage is trained; remove it"
         return
-    wanted = " or ".join(
+    expected = " or ".join(
         " and ".join(str(Action(t, *task)) for t in COMPUTE if t in kinds)
-        for kinds in (legal if legal[0] != legal[1] else legal[:1])
+        for kinds in (allowed if allowed[0] != allowed[1] else allowed[:1])
     )
-    yield f"found {has}, expected {wanted}"
+    yield f"found {actual}, expected {expected}"

@@ -1,9 +1,9 @@
 """Pipeline plans: the actions of every rank in a training step, and the tensors that are sent.
 
-Planners write plans: a schedule defines the compute order (`torchmm.pipelining.schedules.names`),
-and lowering adds communication (`torchmm.pipelining.plan.lowering`). The runtime executes plans,
-the simulator estimates their time, and the viewer plots them. Simulated and measured steps are
-both lists of `ActionRecord`.
+Planners write plans: a schedule defines the compute order
+(`torchmm.pipelining.schedules.registry`), and lowering adds communication
+(`torchmm.pipelining.plan.lowering`). The runtime executes plans, the simulator estimates their
+time, and the viewer plots them. Simulated and measured steps are both lists of `ActionRecord`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ class TensorSpec(NamedTuple):
     """Division of the tokens among tensor-parallel ranks. If None, the tensor is replicated."""
 
     @property
-    def is_cut(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether tasks use all tokens, while each rank sends only its slice."""
         return self.slices is not None and self.slices.gathered
 
     @property
-    def rows(self) -> int:
+    def padded_tokens(self) -> int:
         """Number of tokens of all slices, with padding."""
         assert self.slices is not None
         return self.slices.padded(self.shape[-2])
 
-    def on_rank(self, *, source: bool) -> TensorSpec:
+    def local_spec(self, *, source: bool) -> TensorSpec:
         """Return the local tensor that a rank sends (`source`) or receives."""
         if self.slices is None:
             return self
-        share = self.rows // (self.slices.source if source else self.slices.destination)
-        return self._replace(shape=(*self.shape[:-2], share, self.shape[-1]), slices=None)
+        local_tokens = self.padded_tokens // (
+            self.slices.source if source else self.slices.destination
+        )
+        return self._replace(shape=(*self.shape[:-2], local_tokens, self.shape[-1]), slices=None)
 
     @property
     def nbytes(self) -> int:
@@ -61,11 +63,11 @@ class TensorSpec(NamedTuple):
 MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
 """Tensors of each pipeline message of a step."""
 
-Gathering = Literal["none", "layer", "step"]
+UnshardMode = Literal["none", "layer", "step"]
 """When FSDP2 unshards the parameters of a stage: never (parameters are replicated), per layer, or
 once per step."""
 
-LayerMode = Literal["none", "selective", "full", "offload"]
+RecomputeMode = Literal["none", "selective", "full", "offload"]
 """Recomputation of a layer in its backward pass.
 
 "selective" recomputes everything except matmuls and attention. "full" recomputes the layer from its
@@ -73,12 +75,12 @@ input. "offload" does the same with an input that is offloaded to host memory.
 """
 
 
-class Launch(NamedTuple):
+class EncoderLaunch(NamedTuple):
     """Encoder kernels that run during the collectives of an LLM action."""
 
-    begins: tuple[Action, ...]
+    encoder_actions: tuple[Action, ...]
     """Encoder actions that can start in the LLM action, in execution order."""
-    pieces: tuple[int, ...]
+    pieces_per_collective: tuple[int, ...]
     """Number of encoder pieces per tensor-parallel collective of the LLM action."""
 
 
@@ -102,8 +104,8 @@ class PipelinePlan:
     actions: Sequence[tuple[Action, ...]]
     specs: MessageSpecs = field(default_factory=dict)
     training: bool = True
-    recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
-    launches: Mapping[Action, Launch] = field(default_factory=dict)
+    recompute: Mapping[Task, tuple[RecomputeMode, ...]] = field(default_factory=dict)
+    launches: Mapping[Action, EncoderLaunch] = field(default_factory=dict)
 
     def recomputes(self, task: Task) -> bool:
         """Return True if a task recomputes layers, so that its backward pass cannot be split."""

@@ -15,8 +15,8 @@ can depend on a tensor from a rank that is blocked in another reduction, which i
 Therefore each reduction has a *turn*. All actions that any action before turn n depends on, on any
 rank, precede turn n on their own ranks. No rank on its way to a turn depends on a rank that is
 blocked in this turn, so all replicas reach every turn, whatever their plans are.
-`reduction_places` delays reductions until this holds, and `torchmm.pipelining.checks.scan` checks
-it. Reducing after all computation would be simpler, but would expose every reduction.
+`reduction_positions` delays reductions until this holds, and `torchmm.pipelining.checks.scan`
+checks it. Reducing after all computation would be simpler, but would expose every reduction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder
 
-Place = tuple[int, int]
+ActionIndex = tuple[int, int]
 """Rank and index of a compute action of this rank."""
 
 
@@ -37,12 +37,12 @@ def reduction_turns(layout: StageLayout) -> dict[int, int]:
     Stages that mirror each other, whose actions run together, have consecutive turns.
     """
     stages = range(len(layout.stages))
-    ordered = sorted(stages, key=lambda stage: (-layout.mirrored[stage][0], stage))
+    ordered = sorted(stages, key=lambda stage: (-layout.mirror_stages[stage][0], stage))
     return {stage: turn for turn, stage in enumerate(ordered)}
 
 
-def reduction_places(
-    order: ComputeOrder, graph: StageGraph, needs: Callable[[Action], Iterable[Place]]
+def reduction_positions(
+    order: ComputeOrder, graph: StageGraph, needs: Callable[[Action], Iterable[ActionIndex]]
 ) -> list[dict[int, list[int]]]:
     """Return the stages to reduce, per rank, by the number of preceding compute actions.
 
@@ -51,38 +51,41 @@ def reduction_places(
         needs: Returns the actions of other ranks whose results an action uses.
     """
     layout = graph.layout
-    last = [{action.stage: index + 1 for index, action in enumerate(program)} for program in order]
-    together = _mirrors(order, layout)
-    places: list[dict[int, list[int]]] = [{} for _ in order]
-    begun = [0] * len(order)
+    backward_ends = [
+        {action.stage: index + 1 for index, action in enumerate(program)} for program in order
+    ]
+    mirror_actions = _mirrors(order, layout)
+    positions: list[dict[int, list[int]]] = [{} for _ in order]
+    preceding = [0] * len(order)
     """Number of actions of each rank that precede the current turn."""
     for stage in reduction_turns(layout):
         # Frozen stages have turns, too. Otherwise, a replica without images would block in the
         # reductions of the encoders before it computes any layer of a frozen LLM.
         ranks = layout.stages[stage].ranks
-        pending = [(rank, last[rank].get(stage, 0)) for rank in ranks]
-        while pending:
-            rank, count = pending.pop()
-            for action in order[rank][begun[rank] : count]:
-                dependencies = (*needs(action), *together.get(action, ()))
-                pending += ((other, index + 1) for other, index in dependencies)
-            begun[rank] = max(begun[rank], count)
+        unvisited = [(rank, backward_ends[rank].get(stage, 0)) for rank in ranks]
+        while unvisited:
+            rank, count = unvisited.pop()
+            for action in order[rank][preceding[rank] : count]:
+                dependencies = (*needs(action), *mirror_actions.get(action, ()))
+                unvisited += ((other, index + 1) for other, index in dependencies)
+            preceding[rank] = max(preceding[rank], count)
         for rank in ranks if layout.stages[stage].trainable else ():
-            places[rank].setdefault(begun[rank], []).append(stage)
-    return places
+            positions[rank].setdefault(preceding[rank], []).append(stage)
+    return positions
 
 
-def _mirrors(order: ComputeOrder, layout: StageLayout) -> dict[Action, list[Place]]:
+def _mirrors(order: ComputeOrder, layout: StageLayout) -> dict[Action, list[ActionIndex]]:
     """Return the positions of the simultaneous actions of the mirrors, by action."""
-    if layout.mirrors == 1:
+    if layout.mirror_count == 1:
         return {}
-    at = {a: (rank, index) for rank, row in enumerate(order) for index, a in enumerate(row)}
+    positions = {a: (rank, index) for rank, row in enumerate(order) for index, a in enumerate(row)}
     return {
         action: [
-            at[twin]
-            for stage in layout.mirrored[action.stage]
-            if stage != action.stage and (twin := action._replace(stage=stage)) in at
+            positions[mirror_action]
+            for stage in layout.mirror_stages[action.stage]
+            if stage != action.stage
+            and (mirror_action := action._replace(stage=stage)) in positions
         ]
-        for action in at
+        for action in positions
         if action.type in COMPUTE
     }

@@ -23,13 +23,13 @@ from math import lcm
 from typing import NamedTuple
 
 
-class TensorRanks(NamedTuple):
+class TensorParallelism(NamedTuple):
     """Tensor parallelism of a module."""
 
     size: int = 1
-    sends_slices: bool = False
+    sends_token_slices: bool = False
     """Whether ranks send token slices instead of full messages."""
-    keeps_slices: bool = False
+    is_sequence_sharded: bool = False
     """Whether activations between layers are sharded over the sequence."""
 
 
@@ -52,5 +52,5 @@ class MessageSlices(NamedTuple):
 
     hidden: Slices | None
     """Slices of hidden states, including those that the connector of an encoder reads."""
-    others: Slices | None
+    additional: Slices | None
     """Slices of additional tensors, and of messages to another module."""

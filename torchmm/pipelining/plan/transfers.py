@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
     source: int
     destination: int
 
-    def sending(self, kind: ActionType) -> Action:
+    def source_action(self, kind: ActionType) -> Action:
         """Return an action of the source: SEND_F, WAIT_SEND_F, SEND_B or WAIT_SEND_B."""
         return Action(
             kind,
@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
             self.destination,
         )
 
-    def receiving(self, kind: ActionType) -> Action:
+    def destination_action(self, kind: ActionType) -> Action:
         """Return an action of the destination: RECV_F, WAIT_F, RECV_B or WAIT_B."""
         return Action(
             kind,
@@ -60,9 +60,9 @@ class Transfer(NamedTuple):
     def actions(self) -> tuple[Action, Action, Action, Action]:
         """Return the actions SEND and WAIT_SEND of the source, RECV and WAIT of the destination."""
         backward = self.backward
-        send = self.sending(SEND[backward])
-        receive = self.receiving(RECV[backward])
-        # A copy is faster than `sending`, and a step has thousands of transfers.
+        send = self.source_action(SEND[backward])
+        receive = self.destination_action(RECV[backward])
+        # A copy is faster than `source_action`, and a step has thousands of transfers.
         wait_send = Action(WAIT_SEND[backward], *send[1:])
         return send, wait_send, receive, Action(WAIT[backward], *receive[1:])
 
@@ -77,11 +77,11 @@ def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
         first, second = graph.producer(message), graph.consumer(message)
         ranks = graph.rank(first), graph.rank(second)
         yield Transfer(message, False, first, second, *ranks)
-        if training and graph.carries_gradient(message):
+        if training and graph.sends_gradient(message):
             yield Transfer(message, True, second, first, *ranks[::-1])
 
 
-class Input(NamedTuple):
+class ActionInput(NamedTuple):
     """Result of a task that an action needs."""
 
     type: ActionType
@@ -91,19 +91,19 @@ class Input(NamedTuple):
     """Message with the result or its gradient. None for a result of the same task."""
 
 
-def action_inputs(action: Action, graph: StageGraph) -> Iterator[Input]:
+def action_inputs(action: Action, graph: StageGraph) -> Iterator[ActionInput]:
     """Yield the results that an F, B, I or W action requires."""
     task = action.task
     if action.type is ActionType.F:
         for message in graph.incoming(task):
-            yield Input(ActionType.F, graph.producer(message), message)
+            yield ActionInput(ActionType.F, graph.producer(message), message)
     elif action.type is ActionType.W:
-        yield Input(ActionType.B, task, None)
+        yield ActionInput(ActionType.B, task, None)
     else:
-        yield Input(ActionType.F, task, None)
+        yield ActionInput(ActionType.F, task, None)
         for message in graph.outgoing(task):
-            if graph.carries_gradient(message):
-                yield Input(ActionType.B, graph.consumer(message), message)
+            if graph.sends_gradient(message):
+                yield ActionInput(ActionType.B, graph.consumer(message), message)
 
 
 def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:

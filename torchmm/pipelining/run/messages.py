@@ -19,9 +19,9 @@ from typing import Literal, TypeVar
 import torch
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta
-from torchmm.common.generated import DUMMY
+from torchmm.common.generated import DUMMY_IMAGE
 from torchmm.common.module_names import VISION
-from torchmm.common.row_slices import task_images
+from torchmm.common.sequence_slices import task_images
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule, MessageShapes
 from torchmm.models.layered import LayeredModule
@@ -53,7 +53,7 @@ class MessageSizes:
     hidden_size: int = 0
     hidden_shape: Callable[[list[int]], tuple[int, ...]] | None = None
     llm_hidden_size: int = 0
-    taps: tuple[int, ...] = ()
+    deepstack_layers: tuple[int, ...] = ()
     dummy: ImageMeta | None = None
     generator_shapes: MessageShapes | None = None
     without_gradients: frozenset[int] = frozenset()
@@ -71,11 +71,13 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
             "encoder",
             hidden_shape=shape,
             llm_hidden_size=module.output_features,
-            taps=module.taps,
+            deepstack_layers=module.deepstack_layers,
             dummy=module.dummy_image(),
         )
     if isinstance(module, LlmModule):
-        return MessageSizes("llm", module.text_config.hidden_size, taps=module.taps)
+        return MessageSizes(
+            "llm", module.text_config.hidden_size, deepstack_layers=module.deepstack_layers
+        )
     if isinstance(module, GeneratorModule):
         return MessageSizes(
             "generator",
@@ -138,7 +140,7 @@ def message_specs(
                     shape,
                     dtype,
                     index not in source.without_gradients,
-                    slices.hidden if index < hidden else slices.others,
+                    slices.hidden if index < hidden else slices.additional,
                 )
                 for index, shape in enumerate(shapes)
             )
@@ -151,35 +153,48 @@ def _shapes(
     """Return the shapes of the tensors of a message."""
     names = [graph.layout.stages[i].module for i in (message.source, message.destination)]
     source, destination = (sizes[name] for name in names)
-    leaves = names[0] != names[1]
+    leaves_module = names[0] != names[1]
     if source.kind == "encoder":
         assert source.dummy is not None
-        every = meta.images_read_by(names[0])
-        if not every and graph.context == 1:
-            every = [source.dummy]
-        local = _part(every, graph, message, message.source) or [source.dummy]
+        module_images = meta.images_of_encoder(names[0])
+        if not module_images and graph.context == 1:
+            module_images = [source.dummy]
+        local_images = _sub_microbatch_items(module_images, graph, message, message.source) or [
+            source.dummy
+        ]
         stop = graph.layout.stages[message.source].stop
-        tapped = 0 if leaves else sum(tap < stop for tap in source.taps)
-        if leaves:
-            shape: tuple[int, ...] = sum(image.tokens for image in local), source.llm_hidden_size
+        encoder_features = (
+            0 if leaves_module else sum(tap < stop for tap in source.deepstack_layers)
+        )
+        if leaves_module:
+            shape: tuple[int, ...] = (
+                sum(image.tokens for image in local_images),
+                source.llm_hidden_size,
+            )
         else:
             assert source.hidden_shape is not None
-            shape = source.hidden_shape([image.patches for image in local])
-        return [shape] * (1 + tapped)
-    if source.kind == "llm" and not leaves:
+            shape = source.hidden_shape([image.patches for image in local_images])
+        return [shape] * (1 + encoder_features)
+    if source.kind == "llm" and not leaves_module:
         stop = graph.layout.stages[message.source].stop
-        blocks = sum(tap >= stop for tap in source.taps)
-        images = meta.images_read_by(VISION) if blocks else []
-        added = [(sum(i.tokens for i in images), blocks * source.hidden_size)] if images else []
-        return [(meta.tokens, source.hidden_size), *added]
-    generated = _part(meta.generated or [DUMMY], graph, message, message.destination)
-    if leaves:
+        llm_features = sum(tap >= stop for tap in source.deepstack_layers)
+        images = meta.images_of_encoder(VISION) if llm_features else []
+        deepstack = (
+            [(sum(i.tokens for i in images), llm_features * source.hidden_size)] if images else []
+        )
+        return [(meta.tokens, source.hidden_size), *deepstack]
+    generated = _sub_microbatch_items(
+        meta.generated or [DUMMY_IMAGE], graph, message, message.destination
+    )
+    if leaves_module:
         return [(sum(image.context for image in generated), destination.llm_hidden_size)]
     assert destination.generator_shapes is not None
     return destination.generator_shapes(generated)
 
 
-def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
+def _sub_microbatch_items(
+    every: list[T], graph: StageGraph, message: Message, stage: int
+) -> list[T]:
     """Return the images of the sub-microbatch of a message."""
-    parts = graph.parts(stage, message.microbatch)
+    parts = graph.task_count(stage, message.microbatch)
     return [every[i] for i in task_images(len(every), parts, message.sub_microbatch, graph.context)]

@@ -185,7 +185,7 @@ class PipelineRuntime:
 
     def _check(self, plan: PipelinePlan, microbatches: int) -> None:
         layout = plan.graph.layout
-        missing = set(layout.stages_of(self.plan_rank)) - self.stages.keys()
+        missing = set(layout.stages_on_rank(self.plan_rank)) - self.stages.keys()
         if missing:
             raise ValueError(
                 f"the plan has stages {sorted(missing)} on rank {self.plan_rank}, but the "
@@ -219,7 +219,7 @@ def channel_streams(layout: StageLayout) -> list[tuple[int, int]]:
     exchanges slices with several ranks of the other module.
     """
     pairs = channel_pairs(layout)
-    sizes = {rank: layout.group_size(s.index) for s in layout.stages for rank in s.ranks}
+    sizes = {rank: layout.tensor_group_size(s.index) for s in layout.stages for rank in s.ranks}
     ends = {pair: sorted(sizes[rank] for rank in pair) for pair in pairs}
     return [pair for pair in pairs for _ in range(-(-ends[pair][1] // ends[pair][0]))]
 

@@ -31,22 +31,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.common.batch import Microbatch, even_ranges
+from torchmm.common.batch import Microbatch, split_evenly
 from torchmm.common.device_copies import to_device
-from torchmm.common.generated import DUMMY, GeneratorInputs
-from torchmm.common.row_slices import SlicedMicrobatch, task_images
+from torchmm.common.generated import DUMMY_IMAGE, GeneratorInputs
+from torchmm.common.sequence_slices import SlicedMicrobatch, task_images
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.llm import LlmModule, StageInput
 from torchmm.models.sequence_layout import RowSharding
-from torchmm.parallel.activation import host_inputs, set_layer_modes
-from torchmm.parallel.exchange import FeatureRanks
+from torchmm.parallel.activation import get_activation_offload, set_recompute_modes
+from torchmm.parallel.activation_offload import PendingInputs
+from torchmm.parallel.exchange import FeatureExchange
 from torchmm.parallel.fsdp import Sharding
-from torchmm.parallel.host_inputs import Waiting
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
-from torchmm.pipelining.plan.plan import LayerMode, MessageSpecs, TensorSpec
+from torchmm.pipelining.plan.plan import MessageSpecs, RecomputeMode, TensorSpec
 
 
 @dataclass
@@ -94,17 +94,19 @@ class PipelineStage(ABC):
             graph: Tasks of the step.
             specs: Tensors of each message of the step.
         """
-        if not graph.layout.tensor:  # messages are not sliced
+        if not graph.layout.tensor_parallel:  # messages are not sliced
             return self.forward(task, inputs, microbatch, graph)
         rows = self.module.rows if isinstance(self.module, LayeredModule) else None
         received = [
-            _all_rows(tensors, specs[message], rows)
+            _gather_slices(tensors, specs[message], rows)
             for message, tensors in zip(graph.incoming(task), inputs, strict=True)
         ]
         output = self.forward(task, received, microbatch, graph)
         sent = [
             tuple(
-                _own_slice(tensor, spec, message, graph, rows) if spec.is_cut else tensor
+                _local_slice(tensor, spec, message, graph, rows)
+                if spec.needs_all_gather
+                else tensor
                 for tensor, spec in zip(tensors, specs[message], strict=True)
             )
             for message, tensors in zip(graph.outgoing(task), output.messages, strict=True)
@@ -124,7 +126,7 @@ class PipelineStage(ABC):
             graph: Tasks of the step.
         """
 
-    def recompute(self, modes: Sequence[LayerMode] | None) -> Waiting | None:
+    def set_recompute_modes(self, modes: Sequence[RecomputeMode] | None) -> PendingInputs | None:
         """Set the recomputation mode of each layer for the next forward pass.
 
         Args:
@@ -137,8 +139,8 @@ class PipelineStage(ABC):
             ValueError: The module has one mode for all tasks, or a different number of layers.
         """
         module = self.module
-        if isinstance(module, LayeredModule) and module.layer_modes:
-            set_layer_modes(module, modes or ("none",) * len(module.layer_modes))
+        if isinstance(module, LayeredModule) and module.recompute_modes:
+            set_recompute_modes(module, modes or ("none",) * len(module.recompute_modes))
         elif modes is not None and set(modes) != {"none"}:
             raise ValueError(
                 f"the plan selects recomputation per layer, which {type(module).__name__} "
@@ -147,13 +149,15 @@ class PipelineStage(ABC):
         if modes is None or "offload" not in modes:
             return None
         assert isinstance(module, LayeredModule)
-        inputs = host_inputs(module)
-        return None if inputs is None else inputs.begin()
+        inputs = get_activation_offload(module)
+        return None if inputs is None else inputs.begin_task()
 
-    def settle(self) -> None:
+    def free_offloaded(self) -> None:
         """Free device copies of activations that the forward pass has offloaded."""
-        if isinstance(self.module, LayeredModule) and (inputs := host_inputs(self.module)):
-            inputs.settle()
+        if isinstance(self.module, LayeredModule) and (
+            inputs := get_activation_offload(self.module)
+        ):
+            inputs.wait_for_offloads()
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters. These are unsharded between UNSHARD and RESHARD."""
@@ -182,7 +186,7 @@ class EncoderStage(PipelineStage):
         (K, D_llm), and other stages return hidden states, including DeepStack features.
         """
         encoder = microbatch.encoders.get(self.module.name)
-        parts = graph.parts(task.stage, task.microbatch)
+        parts = graph.task_count(task.stage, task.microbatch)
         if parts > 1 and encoder is not None:
             count = len(encoder.grids_thw)
             images = task_images(count, parts, task.sub_microbatch, graph.context)
@@ -190,7 +194,7 @@ class EncoderStage(PipelineStage):
         if encoder is None:
             encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
         hidden = inputs[0] if inputs else None
-        return _to_all(self.module(encoder.values(), hidden), task, graph)
+        return _send_to_all(self.module(encoder.values(), hidden), task, graph)
 
 
 class LlmStage(PipelineStage):
@@ -200,7 +204,7 @@ class LlmStage(PipelineStage):
 
     def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
         super().__init__(module, sharding)
-        self.feature_ranks: FeatureRanks | None = None
+        self.feature_exchange: FeatureExchange | None = None
         """Ranks that encode and generate images for each other. Defaults to the context-parallel
         ranks."""
 
@@ -215,17 +219,22 @@ class LlmStage(PipelineStage):
         """
         output = self.module(*self._stage_inputs(task, inputs, microbatch, graph))
         if not self.module.is_last:
-            return _to_all(output, task, graph)
+            return _send_to_all(output, task, graph)
         if not self.module.feeds_generator:
             return StageOutput((), output)
         loss, context_KD = output
-        if isinstance(microbatch, SlicedMicrobatch) and microbatch.row.contexts is not None:
-            assert self.feature_ranks is not None
-            context_KD = self.feature_ranks.rows(context_KD, microbatch.row.contexts)
+        if (
+            isinstance(microbatch, SlicedMicrobatch)
+            and microbatch.slice_context.contexts is not None
+        ):
+            assert self.feature_exchange is not None
+            context_KD = self.feature_exchange.exchange_rows(
+                context_KD, microbatch.slice_context.contexts
+            )
             if microbatch.generator is None:
                 # The generator runs on a dummy image. Its context is connected to the exchange, so
                 # that all ranks run the backward pass of the exchange.
-                dummy_KD = context_KD.new_zeros(DUMMY.context, context_KD.shape[1])
+                dummy_KD = context_KD.new_zeros(DUMMY_IMAGE.context, context_KD.shape[1])
                 context_KD = torch.cat([context_KD, dummy_KD])
         return StageOutput(self._contexts(context_KD, microbatch, task, graph), loss)
 
@@ -236,7 +245,10 @@ class LlmStage(PipelineStage):
         if parts <= 1:
             return [(context_KD,)] * parts
         contexts = microbatch.generator.contexts
-        sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
+        sizes = [
+            sum(contexts[i] for i in part_images)
+            for part_images in split_evenly(len(contexts), parts)
+        ]
         return [(part,) for part in context_KD.split(sizes)]
 
     def _stage_inputs(
@@ -250,7 +262,7 @@ class LlmStage(PipelineStage):
         """
         row = None
         if isinstance(microbatch, SlicedMicrobatch):
-            row = microbatch.row
+            row = microbatch.slice_context
             microbatch = microbatch.for_llm()
         if not self.module.is_first:
             return microbatch, inputs[0][0] if len(inputs[0]) == 1 else inputs[0]
@@ -258,10 +270,10 @@ class LlmStage(PipelineStage):
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
         features_of = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
-        ranks = self.feature_ranks or self.module.sequence_ranks
+        ranks = self.feature_exchange or self.module.sequence_ranks
         if row is not None and row.routes:
             assert ranks is not None
-            features_of |= ranks.features(features_of, row)
+            features_of |= ranks.exchange_features(features_of, row)
         return microbatch, features_of
 
     def tied_parameter(self) -> nn.Parameter:
@@ -295,10 +307,10 @@ class TextStage(LlmStage):
         """
         llm_batch, llm_inputs = self._stage_inputs(task, inputs, microbatch, graph)
         if not self.module.is_last:
-            return _to_all(self.module(llm_batch, llm_inputs, self.cache), task, graph)
+            return _send_to_all(self.module(llm_batch, llm_inputs, self.cache), task, graph)
         last = [stop - 1 for stop in microbatch.cu_seqlens[1:]]
         if isinstance(microbatch, SlicedMicrobatch):
-            start = microbatch.row.start
+            start = microbatch.slice_context.start
             local = range(start, start + len(microbatch.input_ids_T))
             last = [position - start for position in last if position in local]
         last_B = to_device(torch.tensor(last, dtype=torch.int64), microbatch.input_ids_T.device)
@@ -341,9 +353,9 @@ class GeneratorStage(PipelineStage):
         images = microbatch.generator
         if images is None:
             images = self.module.dummy_inputs(microbatch.input_ids_T.device)
-        parts = graph.parts(task.stage, task.microbatch)
+        parts = graph.task_count(task.stage, task.microbatch)
         if parts > 1:
-            images = images.select(even_ranges(len(images.contexts), parts)[task.sub_microbatch])
+            images = images.select(split_evenly(len(images.contexts), parts)[task.sub_microbatch])
         stage_inputs = inputs[0][0] if self.module.is_first else inputs[0]
         return images.values(), stage_inputs
 
@@ -356,7 +368,7 @@ class VelocityStage(GeneratorStage):
         return self.module.velocity(images, inputs)
 
 
-class FinishingStage(GeneratorStage):
+class LatentDecodeStage(GeneratorStage):
     """Last stage of a latent generator in the last sampling step: returns decoded pixels."""
 
     def compute(self, images: GeneratorInputs, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -382,12 +394,12 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
     )
 
 
-def _to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) -> StageOutput:
+def _send_to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) -> StageOutput:
     tensors = (output,) if isinstance(output, Tensor) else output
     return StageOutput([tensors] * len(graph.outgoing(task)))
 
 
-def _own_slice(
+def _local_slice(
     tensor: Tensor, spec: TensorSpec, message: Message, graph: StageGraph, ranks: RowSharding | None
 ) -> Tensor:
     """Return the slice of a tensor that this rank sends.
@@ -399,18 +411,26 @@ def _own_slice(
         graph: Tasks of the step.
         ranks: Tensor-parallel ranks of the source. None without tensor parallelism.
     """
-    missing = spec.rows - tensor.shape[-2]
-    rows = functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
-    if graph.parts_mirrors(message):
+    padding = spec.padded_tokens - tensor.shape[-2]
+    rows = functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
+    if graph.splits_among_mirrors(message):
         # Consecutive ranks of the destination form a mirror. In each turn, the ranks of the source
         # send slices to the same number of consecutive destination ranks.
-        turns = graph.layout.mirrors_handed(*message[:2])
-        turn = graph.layout.stages[message.destination].mirror * turns // graph.layout.mirrors
-        rows = rows.narrow(-2, turn * (spec.rows // turns), spec.rows // turns)
+        mirror_groups = graph.layout.mirrors_per_source(*message[:2])
+        mirror_group = (
+            graph.layout.stages[message.destination].mirror
+            * mirror_groups
+            // graph.layout.mirror_count
+        )
+        rows = rows.narrow(
+            -2,
+            mirror_group * (spec.padded_tokens // mirror_groups),
+            spec.padded_tokens // mirror_groups,
+        )
     return rows if ranks is None else ranks.local_rows(rows)
 
 
-def _all_rows(
+def _gather_slices(
     tensors: Sequence[Tensor], specs: Sequence[TensorSpec], ranks: RowSharding | None
 ) -> tuple[Tensor, ...]:
     """Return the tensors of a message with all tokens.
@@ -422,7 +442,7 @@ def _all_rows(
     """
     gathered = []
     for tensor, spec in zip(tensors, specs, strict=True):
-        if not spec.is_cut:
+        if not spec.needs_all_gather:
             gathered.append(tensor)
             continue
         padded = tensor if ranks is None else ranks.all_gather_rows(tensor)

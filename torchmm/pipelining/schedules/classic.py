@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.orders import backward_kinds, by_rank
+from torchmm.pipelining.plan.orders import backward_types, split_by_rank
 from torchmm.pipelining.plan.plan import ComputeOrder
 
 
@@ -33,7 +33,7 @@ def gpipe(graph: StageGraph) -> ComputeOrder:
     Raises:
         ValueError: An edge leads to a preceding virtual stage.
     """
-    units = _units(graph)
+    units = _virtual_stages(graph)
     microbatches = range(graph.microbatches)
 
     def actions() -> Iterator[Action]:
@@ -44,7 +44,7 @@ def gpipe(graph: StageGraph) -> ComputeOrder:
             for microbatch in microbatches:
                 yield from _backward(graph, unit, microbatch, split=False)[0]
 
-    return by_rank(graph, actions())
+    return split_by_rank(graph, actions())
 
 
 def forward_only(graph: StageGraph) -> ComputeOrder:
@@ -56,12 +56,12 @@ def forward_only(graph: StageGraph) -> ComputeOrder:
     Raises:
         ValueError: An edge leads to a preceding virtual stage.
     """
-    units = _units(graph)
-    return by_rank(
+    units = _virtual_stages(graph)
+    return split_by_rank(
         graph,
         (
             action
-            for unit, microbatch in _turns(graph, units)
+            for unit, microbatch in _passes(graph, units)
             for action in _forward(graph, unit, microbatch)
         ),
     )
@@ -101,7 +101,7 @@ def interleaved_1f1b(graph: StageGraph, *, adjusted: bool = False) -> ComputeOrd
         ValueError: Virtual stages are not assigned to ranks in round-robin order.
     """
     chunks = _chunks_by_rank(graph)
-    group = len(_rounds(graph)[0])
+    group = len(_microbatch_groups(graph)[0])
     per_rank = len(chunks[0])
     # With several chunks, the first gradient arrives after two passes over the ranks, not one.
     trips = 1 if per_rank == 1 or adjusted else 2
@@ -110,7 +110,7 @@ def interleaved_1f1b(graph: StageGraph, *, adjusted: bool = False) -> ComputeOrd
         warm_up = (per_rank - 1) * group + trips * (len(chunks) - 1 - position)
         backwards = [
             _backward(graph, unit, microbatch, split=False)[0]
-            for unit, microbatch in _turns(graph, units[::-1])
+            for unit, microbatch in _passes(graph, units[::-1])
         ]
         rows[_rank(graph, units)] = _one_f_one_b(_forwards(graph, units), backwards, warm_up)
     return tuple(rows)
@@ -128,14 +128,14 @@ def zero_bubble(graph: StageGraph) -> ComputeOrder:
         ValueError: Virtual stages are not assigned to ranks in round-robin order.
     """
     chunks = _chunks_by_rank(graph)
-    group = len(_rounds(graph)[0])
+    group = len(_microbatch_groups(graph)[0])
     rows: list[tuple[Action, ...]] = [()] * len(chunks)
     for position, units in enumerate(chunks):
         warm_up = (len(chunks[0]) - 1) * group + len(chunks) - 1 - position
         delay = position  # number of I actions by which W actions are delayed
         backwards: list[list[Action]] = []
         waiting: deque[list[Action]] = deque()
-        for unit, microbatch in _turns(graph, units[::-1]):
+        for unit, microbatch in _passes(graph, units[::-1]):
             for_inputs, for_weights = _backward(graph, unit, microbatch, split=True)
             waiting.append(for_weights)
             due = waiting.popleft() if len(waiting) > delay else []
@@ -145,7 +145,7 @@ def zero_bubble(graph: StageGraph) -> ComputeOrder:
     return tuple(rows)
 
 
-Unit = tuple[int, ...]
+VirtualStage = tuple[int, ...]
 """Stages of a virtual stage."""
 
 
@@ -172,40 +172,40 @@ def _one_f_one_b(
     return tuple(row)
 
 
-def _turns(graph: StageGraph, units: Sequence[Unit]) -> Iterator[tuple[Unit, int]]:
+def _passes(graph: StageGraph, units: Sequence[VirtualStage]) -> Iterator[tuple[VirtualStage, int]]:
     """Yield units and microbatches: each group of microbatches passes all units in order."""
-    for group in _rounds(graph):
+    for group in _microbatch_groups(graph):
         for unit in units:
             for microbatch in group:
                 yield unit, microbatch
 
 
-def _forwards(graph: StageGraph, units: Sequence[Unit]) -> list[list[Action]]:
-    return [_forward(graph, unit, microbatch) for unit, microbatch in _turns(graph, units)]
+def _forwards(graph: StageGraph, units: Sequence[VirtualStage]) -> list[list[Action]]:
+    return [_forward(graph, unit, microbatch) for unit, microbatch in _passes(graph, units)]
 
 
-def _rank(graph: StageGraph, units: Sequence[Unit]) -> int:
+def _rank(graph: StageGraph, units: Sequence[VirtualStage]) -> int:
     """Return the rank of the plan with these units."""
     return graph.layout.stages[units[0][0]].ranks[0]
 
 
-def _forward(graph: StageGraph, unit: Unit, microbatch: int) -> list[Action]:
+def _forward(graph: StageGraph, unit: VirtualStage, microbatch: int) -> list[Action]:
     return [
         Action(ActionType.F, stage, microbatch, part)
         for stage in unit
-        for part in range(graph.parts(stage, microbatch))
+        for part in range(graph.task_count(stage, microbatch))
     ]
 
 
 def _backward(
-    graph: StageGraph, unit: Unit, microbatch: int, *, split: bool
+    graph: StageGraph, unit: VirtualStage, microbatch: int, *, split: bool
 ) -> tuple[list[Action], list[Action]]:
     """Return the actions that preceding ranks depend on, and the deferred actions."""
     first: list[Action] = []
     later: list[Action] = []
     for stage in reversed(unit):
-        kinds = backward_kinds(graph, stage, microbatch, split=split)
-        for part in reversed(range(graph.parts(stage, microbatch))):
+        kinds = backward_types(graph, stage, microbatch, split=split)
+        for part in reversed(range(graph.task_count(stage, microbatch))):
             if kinds.first:
                 first.append(Action(kinds.first, stage, microbatch, part))
             if kinds.deferred:
@@ -213,7 +213,7 @@ def _backward(
     return first, later
 
 
-def _rounds(graph: StageGraph) -> list[range]:
+def _microbatch_groups(graph: StageGraph) -> list[range]:
     """Return groups of microbatches of similar size. Larger groups are first."""
     microbatches = graph.microbatches
     count = max(1, microbatches // graph.layout.rank_count)
@@ -222,7 +222,7 @@ def _rounds(graph: StageGraph) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def _units(graph: StageGraph) -> tuple[Unit, ...]:
+def _virtual_stages(graph: StageGraph) -> tuple[VirtualStage, ...]:
     units = graph.layout.virtual_stages
     place = {stage: i for i, unit in enumerate(units) for stage in unit}
     for source, destination in graph.layout.edges:
@@ -234,9 +234,9 @@ def _units(graph: StageGraph) -> tuple[Unit, ...]:
     return units
 
 
-def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
+def _chunks_by_rank(graph: StageGraph) -> list[list[VirtualStage]]:
     """Return the units of each rank in pipeline order."""
-    units = _units(graph)
+    units = _virtual_stages(graph)
     count = graph.layout.rank_count
     ranks: list[int] = []
     for unit in units:

@@ -34,12 +34,12 @@ from itertools import groupby
 from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.plan.orders import needed_action
+from torchmm.pipelining.plan.orders import action_in_step
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.layouts import (
-    Cut,
     ModuleLayers,
-    balanced_cuts,
+    StageSplit,
+    balanced_split,
     build_layout,
     megatron_layout,
 )
@@ -72,10 +72,10 @@ def colocated_layout(
             See also `megatron_layout` and `build_layout`.
     """
     encoders = [module for module in modules if module.kind == "encoder"]
-    given = {**dict(pipelines or {}), **dict(slices or {}), **dict(encoder_mirrors or {})}
-    if unknown := sorted(set(given) - {encoder.name for encoder in encoders}):
+    passed = {**dict(pipelines or {}), **dict(slices or {}), **dict(encoder_mirrors or {})}
+    if unknown := sorted(set(passed) - {encoder.name for encoder in encoders}):
         raise ValueError(f"degrees of {unknown}, which are not encoders")
-    cuts: dict[str, list[Cut]] = {}
+    splits: dict[str, list[StageSplit]] = {}
     count = 0
     for encoder in encoders:
         size = (pipelines or {}).get(encoder.name, 1)
@@ -90,28 +90,33 @@ def colocated_layout(
                 f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} "
                 "slices; use fewer ranks or slices"
             )
-        together = (encoder_mirrors or {}).get(encoder.name, 1)
-        if together < 1 or mirrors % together:
+        module_mirrors = (encoder_mirrors or {}).get(encoder.name, 1)
+        if module_mirrors < 1 or mirrors % module_mirrors:
             raise ValueError(
-                f"{encoder.name}: {together} replicas, but the LLM has {mirrors}; use a divisor"
+                f"{encoder.name}: {module_mirrors} mirrors, but the LLM has {mirrors}; use a "
+                "divisor"
             )
-        for index, layers in enumerate(balanced_cuts(encoder.costs_with_ends, size * pieces)):
+        for index, layers in enumerate(balanced_split(encoder.costs_with_ends, size * pieces)):
             blocks = range(index // pieces, ranks, size)
-            groups = range(0, mirrors, together)
-            own = tuple(rank * mirrors + first for rank in blocks for first in groups)
-            cut = Cut(layers, own, segment=index % pieces, virtual_stage=count + index)
-            cuts.setdefault(encoder.name, []).append(cut)
+            groups = range(0, mirrors, module_mirrors)
+            ranks_of_replicas = tuple(rank * mirrors + first for rank in blocks for first in groups)
+            split = StageSplit(
+                layers, ranks_of_replicas, segment=index % pieces, virtual_stage=count + index
+            )
+            splits.setdefault(encoder.name, []).append(split)
         count += size * pieces
     backbone = modules[len(encoders) :]
     for stage in megatron_layout(backbone, ranks, virtual_stages).stages:
-        own = tuple(rank * mirrors for rank in stage.ranks)
-        cut = Cut(stage.stop - stage.start, own, stage.segment, count + stage.virtual_stage)
-        cuts.setdefault(stage.module, []).append(cut)
+        ranks_of_replicas = tuple(rank * mirrors for rank in stage.ranks)
+        split = StageSplit(
+            stage.stop - stage.start, ranks_of_replicas, stage.segment, count + stage.virtual_stage
+        )
+        splits.setdefault(stage.module, []).append(split)
     counts = {module.name: mirrors for module in backbone}
-    return _mirrored(build_layout(modules, cuts), counts | dict(encoder_mirrors or {}))
+    return _add_mirrors(build_layout(modules, splits), counts | dict(encoder_mirrors or {}))
 
 
-def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
+def _add_mirrors(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
     """Add the mirrors of stages to a layout.
 
     The stages of each mirror of an encoder are consecutive, followed by those of the backbone.
@@ -128,12 +133,12 @@ def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
     turns = 0
     by_module = groupby(layout.stages, key=lambda s: s.module if s.module in encoders else LLM)
     for name, block in by_module:
-        alike = list(block)
-        first = alike[0].virtual_stage
-        size = 1 + alike[-1].virtual_stage - first
+        module_stages = list(block)
+        first = module_stages[0].virtual_stage
+        size = 1 + module_stages[-1].virtual_stage - first
         for mirror in range(counts.get(name, 1)):
-            offset = len(stages) - alike[0].index
-            index |= {(stage.index, mirror): stage.index + offset for stage in alike}
+            offset = len(stages) - module_stages[0].index
+            index |= {(stage.index, mirror): stage.index + offset for stage in module_stages}
             stages += (
                 replace(
                     stage,
@@ -143,13 +148,18 @@ def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
                     tied_to=stage.tied_to + offset if stage.tied_to >= 0 else -1,
                     mirror=mirror,
                 )
-                for stage in alike
+                for stage in module_stages
             )
             turns += size
     edges = []
     for source, destination in layout.edges:
-        handing, handed = (counts.get(layout.stages[s].module, 1) for s in (source, destination))
-        edges += [(index[source, m % handing], index[destination, m]) for m in range(handed)]
+        source_mirrors, destination_mirrors = (
+            counts.get(layout.stages[s].module, 1) for s in (source, destination)
+        )
+        edges += [
+            (index[source, m % source_mirrors], index[destination, m])
+            for m in range(destination_mirrors)
+        ]
     return StageLayout(tuple(stages), tuple(sorted(edges)), layout.sub_microbatched)
 
 
@@ -188,45 +198,54 @@ def backbone_order(
     Raises:
         ValueError: `sequence` has not each microbatch once; what `schedule` raises.
     """
-    taken = list(range(graph.microbatches) if sequence is None else sequence)
-    if sorted(taken) != list(range(graph.microbatches)):
+    microbatches = list(range(graph.microbatches) if sequence is None else sequence)
+    if sorted(microbatches) != list(range(graph.microbatches)):
         raise ValueError(
-            f"sequence {taken}: list each of the {graph.microbatches} microbatches once"
+            f"sequence {microbatches}: list each of the {graph.microbatches} microbatches once"
         )
-    backbone, offset = _backbone(graph, taken)
+    backbone, offset = _backbone(graph, microbatches)
     rows: list[tuple[Action, ...]] = []
     for row in schedule(backbone):
-        actions = (a._replace(stage=a.stage + offset, microbatch=taken[a.microbatch]) for a in row)
-        rows.append(tuple(new for a in actions if (new := needed_action(graph, a)) is not None))
+        actions = (
+            a._replace(stage=a.stage + offset, microbatch=microbatches[a.microbatch]) for a in row
+        )
+        rows.append(tuple(new for a in actions if (new := action_in_step(graph, a)) is not None))
     return tuple(rows)
 
 
-def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]:
+def _backbone(graph: StageGraph, microbatches: Sequence[int]) -> tuple[StageGraph, int]:
     """Return the graph without encoders, in the given microbatch order, and its first stage."""
     layout = graph.layout
     encoders = set(encoder_names(graph.layout))
     offset = next(stage.index for stage in layout.stages if stage.module not in encoders)
-    kept = [stage for stage in layout.stages[offset:] if not stage.mirror]
-    first = min(stage.virtual_stage for stage in kept)
+    kept_stages = [stage for stage in layout.stages[offset:] if not stage.mirror]
+    first = min(stage.virtual_stage for stage in kept_stages)
     stages = tuple(
         replace(
             stage,
             index=stage.index - offset,
-            ranks=tuple(rank // layout.mirrors for rank in stage.ranks),
+            ranks=tuple(rank // layout.mirror_count for rank in stage.ranks),
             virtual_stage=stage.virtual_stage - first if stage.virtual_stage >= 0 else -1,
             tied_to=-1,
             trainable=True,  # or backwards that only encoders need would be missing
         )
-        for stage in kept
+        for stage in kept_stages
     )
-    ends = range(offset, offset + len(kept))
-    edges = tuple((s - offset, d - offset) for s, d in layout.edges if s in ends and d in ends)
-    parts = layout.sub_microbatched - encoders
-    counts = {name: tuple(graph.sub_microbatches[name][i] for i in taken) for name in parts}
-    return StageGraph(StageLayout(stages, edges, parts), graph.microbatches, counts), offset
+    indices = range(offset, offset + len(kept_stages))
+    edges = tuple(
+        (s - offset, d - offset) for s, d in layout.edges if s in indices and d in indices
+    )
+    sub_microbatched = layout.sub_microbatched - encoders
+    counts = {
+        name: tuple(graph.sub_microbatches[name][i] for i in microbatches)
+        for name in sub_microbatched
+    }
+    return StageGraph(
+        StageLayout(stages, edges, sub_microbatched), graph.microbatches, counts
+    ), offset
 
 
-def spread_replicas(graph: StageGraph) -> StageGraph:
+def assign_round_robin(graph: StageGraph) -> StageGraph:
     """Assign the tasks of replicated modules to their replicas in round-robin order.
 
     Suitable for steps without backward passes, in which all replicas have the same load.
@@ -238,7 +257,7 @@ def spread_replicas(graph: StageGraph) -> StageGraph:
         tasks = [
             (microbatch, part)
             for microbatch in range(graph.microbatches)
-            for part in range(graph.parts(first[module], microbatch))
+            for part in range(graph.task_count(first[module], microbatch))
         ]
         replica |= {(module, *task): index % count for index, task in enumerate(tasks)}
     return replace(graph, replica=replica)

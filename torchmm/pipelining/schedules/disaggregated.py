@@ -35,12 +35,17 @@ from typing import NamedTuple
 from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
-from torchmm.pipelining.plan.orders import needed_action
+from torchmm.pipelining.plan.orders import action_in_step
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, balanced_cuts, build_layout
+from torchmm.pipelining.schedules.layouts import (
+    ModuleLayers,
+    StageSplit,
+    balanced_split,
+    build_layout,
+)
 
 
-class UnitSize(NamedTuple):
+class ModuleGroupSize(NamedTuple):
     """Size of a module within a replica group."""
 
     pipeline: int
@@ -56,28 +61,28 @@ class UnitSize(NamedTuple):
 
 def disaggregated_layout(
     modules: Sequence[ModuleLayers],
-    units: Mapping[str, UnitSize],
+    sizes: Mapping[str, ModuleGroupSize],
     segments: Mapping[str, int] | None = None,
 ) -> StageLayout:
     """Return a layout with dedicated ranks for each module, ordered by module and replica.
 
     Args:
         modules: Encoders, LLM, and generators.
-        units: Size of each module.
+        sizes: Size of each module.
         segments: Number of stages per rank of each module. Defaults to 1.
 
     Raises:
         ValueError: Sizes are missing or below 1, or a module has fewer layers than stages. See also
             `build_layout`.
     """
-    if sorted(units) != sorted(module.name for module in modules):
+    if sorted(sizes) != sorted(module.name for module in modules):
         raise ValueError(
-            f"degrees of {sorted(units)}, but the modules are {sorted(m.name for m in modules)}"
+            f"degrees of {sorted(sizes)}, but the modules are {sorted(m.name for m in modules)}"
         )
-    cuts: dict[str, list[Cut]] = {}
+    splits: dict[str, list[StageSplit]] = {}
     first = 0
     for module in modules:
-        size = units[module.name]
+        size = sizes[module.name]
         count = (segments or {}).get(module.name, 1)
         stages = size.pipeline * count
         if size.replicas < 1 or not 1 <= stages <= len(module.costs):
@@ -87,15 +92,17 @@ def disaggregated_layout(
                 "stages, and at least one replica"
             )
         starts = [first + replica * size.pipeline for replica in range(size.replicas)]
-        cuts[module.name] = [
-            Cut(layers, tuple(s + i % size.pipeline for s in starts), segment=i // size.pipeline)
-            for i, layers in enumerate(balanced_cuts(module.costs_with_ends, stages))
+        splits[module.name] = [
+            StageSplit(
+                layers, tuple(s + i % size.pipeline for s in starts), segment=i // size.pipeline
+            )
+            for i, layers in enumerate(balanced_split(module.costs_with_ends, stages))
         ]
         first += size.ranks
-    return build_layout(modules, cuts)
+    return build_layout(modules, splits)
 
 
-def deal_tasks(graph: StageGraph, durations: Durations | None = None) -> StageGraph:
+def assign_replicas(graph: StageGraph, durations: Durations | None = None) -> StageGraph:
     """Assign the tasks of replicated modules to replicas.
 
     LLM replicas receive microbatches in round-robin order. Tasks of other modules are assigned in
@@ -111,18 +118,18 @@ def deal_tasks(graph: StageGraph, durations: Durations | None = None) -> StageGr
         count = len(stage.ranks)
         loads = [(0.0, number) for number in range(count)]  # a heap: the least loaded is first
         for microbatch in range(graph.microbatches) if count > 1 else ():
-            for part in range(graph.parts(stage.index, microbatch)):
+            for part in range(graph.task_count(stage.index, microbatch)):
                 if name == LLM:
                     replica[name, microbatch, part] = microbatch % count
                     continue
                 load, chosen = loads[0]
                 replica[name, microbatch, part] = chosen
-                work = _work(graph, Task(stage.index, microbatch, part), durations)
-                heapreplace(loads, (load + work, chosen))
+                cost = _task_cost(graph, Task(stage.index, microbatch, part), durations)
+                heapreplace(loads, (load + cost, chosen))
     return replace(graph, replica=replica)
 
 
-def _work(graph: StageGraph, task: Task, durations: Durations | None) -> float:
+def _task_cost(graph: StageGraph, task: Task, durations: Durations | None) -> float:
     """Return the duration of a task of the first stage, including its backward pass."""
     if durations is None:
         return 1.0
@@ -141,7 +148,7 @@ def disaggregated_order(
     replica of a module with more replicas than the LLM saves the same number of its own tasks.
 
     Args:
-        graph: with a replica for every task (`deal_tasks`).
+        graph: with a replica for every task (`assign_replicas`).
         schedule: of a chain; where the LLM has several stages per rank, or another module more
             replicas, of the LLM alone.
 
@@ -150,29 +157,31 @@ def disaggregated_order(
     """
     llm = [stage for stage in graph.layout.stages if stage.module == LLM]
     replicas = len(llm[0].ranks)
-    several = len(llm) > len({stage.ranks for stage in llm})
-    uneven = any(len(stage.ranks) > replicas for stage in graph.layout.stages)
-    if several or uneven:
-        order: Sequence[Sequence[Action]] = _around_llm(graph, llm, schedule)
+    has_several_stages = len(llm) > len({stage.ranks for stage in llm})
+    has_more_replicas = any(len(stage.ranks) > replicas for stage in graph.layout.stages)
+    if has_several_stages or has_more_replicas:
+        order: Sequence[Sequence[Action]] = _order_from_llm(graph, llm, schedule)
     else:
-        order = schedule(_chain(graph, replicas))
+        order = schedule(_single_replica_graph(graph, replicas))
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
     for row in order:
         for action in row:
             for task in _tasks(graph, action, replicas):
-                needed = needed_action(graph, Action(action.type, *task))
+                needed = action_in_step(graph, Action(action.type, *task))
                 if needed is not None:
                     rows[graph.rank(task)].append(needed)
     return tuple(map(tuple, rows))
 
 
-def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGraph:
+def _single_replica_graph(
+    graph: StageGraph, replicas: int, module: str | None = None
+) -> StageGraph:
     """Return the graph of one replica of each module or of one module. Microbatches are waves."""
-    kept = [stage for stage in graph.layout.stages if only in (None, stage.module)]
+    kept_stages = [stage for stage in graph.layout.stages if module in (None, stage.module)]
     position: dict[tuple[int, ...], int] = {}
-    for stage in kept:
+    for stage in kept_stages:
         position.setdefault(stage.ranks, len(position))
-    first = kept[0].index
+    first = kept_stages[0].index
     stages = tuple(
         replace(
             stage,
@@ -181,15 +190,15 @@ def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGr
             tied_to=-1,
             trainable=True,  # keeps backward passes that only preceding modules need
         )
-        for stage in kept
+        for stage in kept_stages
     )
-    places = range(first, first + len(kept))
-    edges = ((s - first, d - first) for s, d in graph.layout.edges if s in places and d in places)
+    indices = range(first, first + len(kept_stages))
+    edges = ((s - first, d - first) for s, d in graph.layout.edges if s in indices and d in indices)
     layout = StageLayout(stages, tuple(edges))
     return StageGraph(layout, -(-graph.microbatches // replicas))
 
 
-def _around_llm(
+def _order_from_llm(
     graph: StageGraph, llm: Sequence[StageSpec], schedule: Callable[[StageGraph], ComputeOrder]
 ) -> list[list[Action]]:
     """Return orders for LLMs with several stages per rank, or modules with more replicas.
@@ -216,28 +225,32 @@ def _around_llm(
     per_rank = len(llm) // ranks
     burst = ranks - 1 if per_rank > 1 else 0
 
-    def worth(stages: Iterable[StageSpec]) -> int:
+    def relative_replicas(stages: Iterable[StageSpec]) -> int:
         return sum(-(-len(stage.ranks) // replicas) for stage in stages)
 
-    ahead = per_rank * worth(after) + burst if after else 0
-    alone = schedule(_chain(graph, replicas, LLM))
+    ahead = per_rank * relative_replicas(after) + burst if after else 0
+    llm_rows = schedule(_single_replica_graph(graph, replicas, LLM))
     rows = [
-        _forwards_earlier([a._replace(stage=a.stage + first.index) for a in row], ahead)
-        for row in alone
+        _move_forwards_ahead([a._replace(stage=a.stage + first.index) for a in row], ahead)
+        for row in llm_rows
     ]
-    of_first = [action for row in rows for action in row if action.stage == first.index]
-    of_last = [action for row in rows for action in row if action.stage == last.index]
+    first_stage_actions = [action for row in rows for action in row if action.stage == first.index]
+    last_stage_actions = [action for row in rows for action in row if action.stage == last.index]
     for stage in before:
-        from_here = [s for s in before if s.module == stage.module and s.index >= stage.index]
-        row = _for_stage(stage, of_first)
-        rows.append(_forwards_earlier(row, worth(from_here) + burst))
+        remaining = [s for s in before if s.module == stage.module and s.index >= stage.index]
+        row = _actions_for_stage(stage, first_stage_actions)
+        rows.append(_move_forwards_ahead(row, relative_replicas(remaining) + burst))
     for stage in after:
-        beyond = [s for s in after if s.module == stage.module and s.index > stage.index]
-        rows.append(_backwards_earlier(_for_stage(stage, of_last), worth(beyond)))
+        following = [s for s in after if s.module == stage.module and s.index > stage.index]
+        rows.append(
+            _move_backwards_ahead(
+                _actions_for_stage(stage, last_stage_actions), relative_replicas(following)
+            )
+        )
     return rows
 
 
-def _for_stage(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
+def _actions_for_stage(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
     """Return the passes of an order as those of another stage, without split backward passes."""
     actions: list[Action] = []
     for action in row:
@@ -248,11 +261,11 @@ def _for_stage(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
     return actions
 
 
-def _forwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
+def _move_forwards_ahead(row: Sequence[Action], count: int) -> list[Action]:
     """Move forward passes ahead by a number of forward passes."""
     forwards = [action for action in row if action.type is ActionType.F]
-    moved = forwards[:places]
-    later = iter(forwards[places:])
+    moved = forwards[:count]
+    later = iter(forwards[count:])
     for action in row:
         if action.type is not ActionType.F:
             moved.append(action)
@@ -261,27 +274,27 @@ def _forwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
     return moved
 
 
-def _backwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
+def _move_backwards_ahead(row: Sequence[Action], delay: int) -> list[Action]:
     """Move every backward pass to a position that many forward passes after its forward pass.
 
     A backward pass keeps its position if this is earlier.
     """
     moved: list[Action] = []
-    waiting: list[int] = []
+    pending: list[int] = []
     """Microbatches whose backward pass has not been appended."""
 
-    def answer(count: int) -> None:
-        moved.extend(Action(ActionType.B, row[0].stage, m) for m in waiting[:count])
-        del waiting[:count]
+    def append_backwards(count: int) -> None:
+        moved.extend(Action(ActionType.B, row[0].stage, m) for m in pending[:count])
+        del pending[:count]
 
     for action in row:
         if action.type is ActionType.F:
             moved.append(action)
-            waiting.append(action.microbatch)
-            answer(max(0, len(waiting) - places))
-        elif action.microbatch in waiting:
-            answer(waiting.index(action.microbatch) + 1)
-    answer(len(waiting))
+            pending.append(action.microbatch)
+            append_backwards(max(0, len(pending) - delay))
+        elif action.microbatch in pending:
+            append_backwards(pending.index(action.microbatch) + 1)
+    append_backwards(len(pending))
     return moved
 
 
@@ -292,5 +305,5 @@ def _tasks(graph: StageGraph, action: Action, replicas: int) -> list[Task]:
     return [
         Task(action.stage, microbatch, part)
         for microbatch in range(start, min(start + replicas, graph.microbatches))
-        for part in range(graph.parts(action.stage, microbatch))[::step]
+        for part in range(graph.task_count(action.stage, microbatch))[::step]
     ]

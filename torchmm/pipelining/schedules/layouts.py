@@ -35,7 +35,7 @@ from torchmm.pipelining.plan.graph import StageLayout, StageSpec
 _TIE = 1e-9  # relative tolerance for the rounding of sums
 
 
-def balanced_cuts(
+def balanced_split(
     costs: Sequence[float], parts: int, loads: Sequence[float] | None = None
 ) -> list[int]:
     """Return the number of layers of each part of a balanced split, in O(layers^2 * parts) time.
@@ -91,10 +91,10 @@ class ModuleLayers:
             that all modules share.
         sub_microbatched: Whether the module supports sub-microbatches.
         trainable: Whether each layer is trainable. Defaults to True for all layers.
-        pre_cost: Cost of the modules before the layers, such as the embedding.
-        post_cost: Cost of the modules after the layers, such as the LM head.
-        pre_trainable: Whether the modules before the layers are trainable.
-        post_trainable: Whether the modules after the layers are trainable.
+        embedding_cost: Cost of the modules before the layers, such as the embedding.
+        head_cost: Cost of the modules after the layers, such as the LM head.
+        embedding_trainable: Whether the modules before the layers are trainable.
+        head_trainable: Whether the modules after the layers are trainable.
         tied: Whether the input and output embeddings share their weight.
 
     Raises:
@@ -106,10 +106,10 @@ class ModuleLayers:
     costs: tuple[float, ...]
     sub_microbatched: bool = False
     trainable: tuple[bool, ...] | None = None
-    pre_cost: float = 0.0
-    post_cost: float = 0.0
-    pre_trainable: bool = True
-    post_trainable: bool = True
+    embedding_cost: float = 0.0
+    head_cost: float = 0.0
+    embedding_trainable: bool = True
+    head_trainable: bool = True
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -122,23 +122,23 @@ class ModuleLayers:
 
     @property
     def costs_with_ends(self) -> list[float]:
-        """Costs of layers. `pre_cost` and `post_cost` are added to the first and last layer."""
+        """Layer costs, with `embedding_cost` in the first and `head_cost` in the last layer."""
         costs = list(self.costs)
-        costs[0] += self.pre_cost
-        costs[-1] += self.post_cost
+        costs[0] += self.embedding_cost
+        costs[-1] += self.head_cost
         return costs
 
-    def trains(self, start: int, stop: int) -> bool:
+    def is_trainable(self, start: int, stop: int) -> bool:
         """Return True if the stage with layers [start, stop) has trainable parameters."""
         layers = self.trainable or (True,) * len(self.costs)
         return (
             any(layers[start:stop])
-            or (start == 0 and self.pre_trainable)
-            or (stop == len(layers) and self.post_trainable)
+            or (start == 0 and self.embedding_trainable)
+            or (stop == len(layers) and self.head_trainable)
         )
 
 
-class Cut(NamedTuple):
+class StageSplit(NamedTuple):
     """The next `layers` layers of a module, which are one stage."""
 
     layers: int
@@ -149,7 +149,9 @@ class Cut(NamedTuple):
     """Classic schedules merge stages with the same number. -1 for a separate virtual stage."""
 
 
-def build_layout(modules: Sequence[ModuleLayers], cuts: Mapping[str, Sequence[Cut]]) -> StageLayout:
+def build_layout(
+    modules: Sequence[ModuleLayers], splits: Mapping[str, Sequence[StageSplit]]
+) -> StageLayout:
     """Build a layout from the splits of all modules.
 
     The last stage of each encoder feeds the first stage of the LLM. The last stage of the LLM feeds
@@ -157,75 +159,77 @@ def build_layout(modules: Sequence[ModuleLayers], cuts: Mapping[str, Sequence[Cu
 
     Args:
         modules: Encoders, one LLM, and generators, in this order.
-        cuts: Stages of each module.
+        splits: Stages of each module.
 
     Raises:
         ValueError: The modules have another order, the stages do not cover all layers exactly, a
             stage is empty, or both tied embeddings are in different stages on one rank.
     """
     names = [module.name for module in modules]
-    trunk = _llm(modules)
-    if sorted(cuts) != sorted(names):
-        raise ValueError(f"splits are set for {sorted(cuts)}, but the modules are {names}")
+    llm_index = _find_llm(modules)
+    if sorted(splits) != sorted(names):
+        raise ValueError(f"splits are set for {sorted(splits)}, but the modules are {names}")
     stages: list[StageSpec] = []
     edges: list[tuple[int, int]] = []
     ends: list[tuple[int, int]] = []
     for module in modules:
         first = len(stages)
-        stages += _stages(module, cuts[module.name], first)
+        stages += _stages(module, splits[module.name], first)
         ends.append((first, len(stages) - 1))
         edges += pairwise(range(first, len(stages)))
-    edges += ((last, ends[trunk][0]) for _, last in ends[:trunk])
-    edges += ((ends[trunk][1], first) for first, _ in ends[trunk + 1 :])
-    parts = frozenset(m.name for m in modules if m.sub_microbatched)
-    return StageLayout(tuple(stages), tuple(sorted(edges)), parts)
+    edges += ((last, ends[llm_index][0]) for _, last in ends[:llm_index])
+    edges += ((ends[llm_index][1], first) for first, _ in ends[llm_index + 1 :])
+    sub_microbatched = frozenset(m.name for m in modules if m.sub_microbatched)
+    return StageLayout(tuple(stages), tuple(sorted(edges)), sub_microbatched)
 
 
-def _llm(modules: Sequence[ModuleLayers]) -> int:
+def _find_llm(modules: Sequence[ModuleLayers]) -> int:
     """Return the index of the LLM."""
     kinds = [module.kind for module in modules]
     ordered = sorted(kinds, key=("encoder", "llm", "generator").index)
     if kinds != ordered or kinds.count("llm") != 1 or len({m.name for m in modules}) < len(modules):
-        found = ", ".join(f"{m.name} ({m.kind})" for m in modules)
+        listed = ", ".join(f"{m.name} ({m.kind})" for m in modules)
         raise ValueError(
-            f"modules are {found or 'none'}; list encoders, one LLM and generators in this "
+            f"modules are {listed or 'none'}; list encoders, one LLM and generators in this "
             "order, with different names"
         )
     return kinds.index("llm")
 
 
-def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[StageSpec]:
-    sizes = [cut.layers for cut in cuts]
+def _stages(module: ModuleLayers, splits: Sequence[StageSplit], first: int) -> list[StageSpec]:
+    sizes = [split.layers for split in splits]
     if sum(sizes) != len(module.costs) or min(sizes, default=0) < 1:
         raise ValueError(
             f"{module.name}: stages of {sizes} layers; each stage requires at least one "
             f"layer, and the sum must be {len(module.costs)}"
         )
-    last = first + len(cuts) - 1
+    last = first + len(splits) - 1
     ties: dict[int, int] = {}
     if module.tied and first != last:
-        shared = set(cuts[0].ranks) & set(cuts[-1].ranks)
+        shared = set(splits[0].ranks) & set(splits[-1].ranks)
         if shared:
             raise ValueError(
                 f"{module.name}: its input and output embeddings are tied, but stages {first} "
                 f"and {last}, which contain them, are different stages on rank {min(shared)}; "
                 "use more pipeline ranks, one stage per rank, or untie them"
             )
-        if module.pre_trainable or module.post_trainable:  # frozen embeddings need no reduction
+        if (
+            module.embedding_trainable or module.head_trainable
+        ):  # frozen embeddings need no reduction
             ties = {first: last, last: first}
     stages, start = [], 0
-    for index, cut in enumerate(cuts, start=first):
-        stop = start + cut.layers
+    for index, split in enumerate(splits, start=first):
+        stop = start + split.layers
         stages.append(
             StageSpec(
                 index=index,
                 module=module.name,
                 start=start,
                 stop=stop,
-                ranks=cut.ranks,
-                segment=cut.segment,
-                virtual_stage=cut.virtual_stage,
-                trainable=module.trains(start, stop),
+                ranks=split.ranks,
+                segment=split.segment,
+                virtual_stage=split.virtual_stage,
+                trainable=module.is_trainable(start, stop),
                 tied_to=ties.get(index, -1),
             )
         )
@@ -249,25 +253,25 @@ def separated_layout(
     Raises:
         ValueError: A module has fewer layers than stages. See also `build_layout`.
     """
-    given = dict(segments or {})
-    unknown = set(given) - {m.name for m in modules}
+    segment_counts = dict(segments or {})
+    unknown = set(segment_counts) - {m.name for m in modules}
     if unknown:
         raise ValueError(f"segments of {sorted(unknown)}, which are not modules")
     loads = [0.0] * ranks
-    cuts: dict[str, list[Cut]] = {}
+    splits: dict[str, list[StageSplit]] = {}
     for module in modules:
-        count = given.get(module.name, 1)
+        count = segment_counts.get(module.name, 1)
         _check_count(module.name, len(module.costs), ranks, count, "segments")
         costs = module.costs_with_ends
-        sizes = balanced_cuts(costs, ranks * count, loads * count)
-        cuts[module.name] = [
-            Cut(size, (i % ranks,), segment=i // ranks) for i, size in enumerate(sizes)
+        sizes = balanced_split(costs, ranks * count, loads * count)
+        splits[module.name] = [
+            StageSplit(size, (i % ranks,), segment=i // ranks) for i, size in enumerate(sizes)
         ]
         start = 0
         for i, size in enumerate(sizes):
             loads[i % ranks] += sum(costs[start : start + size])
             start += size
-    return build_layout(modules, cuts)
+    return build_layout(modules, splits)
 
 
 def megatron_layout(
@@ -286,23 +290,24 @@ def megatron_layout(
     Raises:
         ValueError: The LLM has fewer layers than stages. See also `build_layout`.
     """
-    trunk = _llm(modules)
+    llm_index = _find_llm(modules)
     count = ranks * virtual_stages
-    layers = len(modules[trunk].costs)
-    _check_count(modules[trunk].name, layers, ranks, virtual_stages, "virtual stages per rank")
+    layers = len(modules[llm_index].costs)
+    _check_count(modules[llm_index].name, layers, ranks, virtual_stages, "virtual stages per rank")
     size, larger = divmod(layers, count)
-    cuts: dict[str, list[Cut]] = {}
+    splits: dict[str, list[StageSplit]] = {}
     for position, module in enumerate(modules):
-        if position == trunk:
-            cuts[module.name] = [
-                Cut(size + (1 <= i <= larger), (i % ranks,), i // ranks, i) for i in range(count)
+        if position == llm_index:
+            splits[module.name] = [
+                StageSplit(size + (1 <= i <= larger), (i % ranks,), i // ranks, i)
+                for i in range(count)
             ]
         else:
-            stage = 0 if position < trunk else count - 1
-            cuts[module.name] = [
-                Cut(len(module.costs), (stage % ranks,), stage // ranks, virtual_stage=stage)
+            stage = 0 if position < llm_index else count - 1
+            splits[module.name] = [
+                StageSplit(len(module.costs), (stage % ranks,), stage // ranks, virtual_stage=stage)
             ]
-    return build_layout(modules, cuts)
+    return build_layout(modules, splits)
 
 
 def megatron_balanced_layout(
@@ -321,26 +326,30 @@ def megatron_balanced_layout(
     Raises:
         ValueError: There are fewer layers than virtual stages. See also `build_layout`.
     """
-    owners = [module.name for module in modules for _ in module.costs]
+    layer_modules = [module.name for module in modules for _ in module.costs]
     costs = [cost for module in modules for cost in module.costs_with_ends]
     _check_count("all modules", len(costs), ranks, virtual_stages, "virtual stages per rank")
-    cuts: dict[str, list[Cut]] = {module.name: [] for module in modules}
+    splits: dict[str, list[StageSplit]] = {module.name: [] for module in modules}
     start = 0
-    for index, size in enumerate(balanced_cuts(costs, ranks * virtual_stages)):
-        inside = owners[start : start + size]
-        for name in dict.fromkeys(inside):
-            cuts[name].append(
-                Cut(inside.count(name), (index % ranks,), index // ranks, virtual_stage=index)
+    for index, size in enumerate(balanced_split(costs, ranks * virtual_stages)):
+        stage_modules = layer_modules[start : start + size]
+        for name in dict.fromkeys(stage_modules):
+            splits[name].append(
+                StageSplit(
+                    stage_modules.count(name), (index % ranks,), index // ranks, virtual_stage=index
+                )
             )
         start += size
-    return build_layout(modules, cuts)
+    return build_layout(modules, splits)
 
 
-def _check_count(what: str, layers: int, ranks: int, per_rank: int, name: str) -> None:
+def _check_count(subject: str, layers: int, ranks: int, per_rank: int, name: str) -> None:
     if ranks < 1 or per_rank < 1:
-        raise ValueError(f"{what}: {ranks} pipeline ranks and {per_rank} {name} must be at least 1")
+        raise ValueError(
+            f"{subject}: {ranks} pipeline ranks and {per_rank} {name} must be at least 1"
+        )
     if layers < ranks * per_rank:
         raise ValueError(
-            f"{what}: {layers} layers are fewer than {ranks} pipeline ranks x {per_rank} "
+            f"{subject}: {layers} layers are fewer than {ranks} pipeline ranks x {per_rank} "
             f"{name}; use fewer ranks or stages"
         )

@@ -139,13 +139,13 @@ class _Dispatcher:
             if not producers:
                 self.sources[task.microbatch].append(number)
             for producer in producers:
-                self._precede(forward[producer], number)
+                self._add_dependency(forward[producer], number)
                 if producer in backward:
-                    self._precede(backward[task], backward[producer])
+                    self._add_dependency(backward[task], backward[producer])
             if task in backward:
-                self._precede(number, backward[task])
+                self._add_dependency(number, backward[task])
 
-    def _precede(self, before: int, after: int) -> None:
+    def _add_dependency(self, before: int, after: int) -> None:
         self.successors[before].append(after)
         self.missing[after] += 1
 
@@ -162,10 +162,10 @@ class _Dispatcher:
 
     def _admit(self) -> None:
         for number in self.sources[self.admitted]:
-            self._make_ready(number)
+            self._add_ready(number)
         self.admitted += 1
 
-    def _make_ready(self, number: int) -> None:
+    def _add_ready(self, number: int) -> None:
         action = self.actions[number]
         is_backward = action.type is ActionType.B
         may_wait = is_backward and not self.is_fed[action.stage]
@@ -198,7 +198,7 @@ class _Dispatcher:
         for successor in self.successors[number]:
             self.missing[successor] -= 1
             if not self.missing[successor]:
-                self._make_ready(successor)
+                self._add_ready(successor)
         microbatch = self.actions[number].microbatch
         self.unfinished[microbatch] -= 1
         if not self.unfinished[microbatch] and self.admitted < len(self.sources):

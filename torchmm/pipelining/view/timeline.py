@@ -6,7 +6,7 @@ A *bubble* is a period in which a rank computes nothing. The classes follow Opti
              all-gather                other              reduce-scatter  cooldown
 
 Records come from a simulation or from a real step. Idle time is the time without compute records,
-because a simulated step has no WAIT records. `uniform_timeline` is a small simulator for plans that
+because a simulated step has no WAIT records. `simulate_order` is a small simulator for plans that
 have not run. It uses the given durations, without memory or bandwidth.
 """
 
@@ -33,7 +33,7 @@ tp: Inside a layer. Records per action do not show it, so it is 0 and included i
 """
 BUBBLE_CLASSES: tuple[BubbleClass, ...] = get_args(BubbleClass)
 
-_Doing = Literal["compute", "wait"] | BubbleClass  # activity of a rank at a time
+_Activity = Literal["compute", "wait"] | BubbleClass  # activity of a rank at a time
 
 _COLLECTIVES: dict[ActionType, BubbleClass] = {
     ActionType.UNSHARD: "dp_all_gather",
@@ -75,7 +75,7 @@ class Timeline:
         return sums
 
     @cached_property
-    def bubble_share(self) -> dict[BubbleClass, float]:
+    def bubble_fractions(self) -> dict[BubbleClass, float]:
         """Idle time by class as a fraction of ranks x makespan, 0 to 1."""
         total_ms = len(self.busy_ms) * self.makespan_ms
         return {k: ms / total_ms if total_ms else 0.0 for k, ms in self.bubble_ms.items()}
@@ -83,7 +83,7 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Idle time as a fraction of ranks x makespan, 0 to 1."""
-        return sum(self.bubble_share.values())
+        return sum(self.bubble_fractions.values())
 
     def mean_module_ms(self) -> dict[str, float]:
         """Return the compute time of each module, averaged over ranks."""
@@ -113,7 +113,7 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
     busy_ms: list[float] = []
     bubbles: list[Bubble] = []
     for rank, rank_records in enumerate(by_rank):
-        pieces = list(_pieces(rank_records, makespan_ms))
+        pieces = list(_activities(rank_records, makespan_ms))
         busy_ms.append(sum(end - start for doing, start, end in pieces if doing == "compute"))
         bubbles += _bubbles(rank, pieces)
     return Timeline(
@@ -137,35 +137,35 @@ def _check_record(record: ActionRecord, layout: StageLayout) -> None:
     )
 
 
-def _pieces(
+def _activities(
     records: Sequence[ActionRecord], makespan_ms: float
-) -> Iterator[tuple[_Doing, float, float]]:
+) -> Iterator[tuple[_Activity, float, float]]:
     """Yield (activity, start, end) of a rank in [0, makespan].
 
     The activity is "compute", the class of a collective, or "wait". Computation has precedence, so
     a collective that overlaps with it is not a bubble. Records can overlap.
     """
-    precedence: tuple[_Doing, ...] = ("compute", "dp_all_gather", "dp_reduce_scatter")
-    changes: list[tuple[float, int, _Doing]] = [(makespan_ms, 0, "wait")]
+    precedence: tuple[_Activity, ...] = ("compute", "dp_all_gather", "dp_reduce_scatter")
+    changes: list[tuple[float, int, _Activity]] = [(makespan_ms, 0, "wait")]
     for record in records:
         computes = record.action.type in COMPUTE
         doing = "compute" if computes else _COLLECTIVES.get(record.action.type)
         if doing is not None:
             changes += [(record.start_ms, 1, doing), (record.end_ms, -1, doing)]
-    running: dict[_Doing, int] = dict.fromkeys((*precedence, "wait"), 0)
-    now: _Doing = "wait"
+    running: dict[_Activity, int] = dict.fromkeys((*precedence, "wait"), 0)
+    now: _Activity = "wait"
     since_ms = 0.0
     # At equal times, starts are first, so that two consecutive actions are one period.
     for time_ms, change, activity in sorted(changes, key=lambda c: (c[0], -c[1])):
         running[activity] += change
-        new: _Doing = next((d for d in precedence if running[d]), "wait")
+        new: _Activity = next((d for d in precedence if running[d]), "wait")
         if new != now or time_ms == makespan_ms:
             if time_ms > since_ms:
                 yield now, since_ms, time_ms
             now, since_ms = new, time_ms
 
 
-def _bubbles(rank: int, pieces: Sequence[tuple[_Doing, float, float]]) -> Iterator[Bubble]:
+def _bubbles(rank: int, pieces: Sequence[tuple[_Activity, float, float]]) -> Iterator[Bubble]:
     """Yield the bubbles of a rank. The class of a wait depends on its time."""
     compute = [(start, end) for doing, start, end in pieces if doing == "compute"]
     for doing, start, end in pieces:
@@ -181,7 +181,7 @@ def _bubbles(rank: int, pieces: Sequence[tuple[_Doing, float, float]]) -> Iterat
             yield Bubble(rank, "other", start, end)
 
 
-def uniform_timeline(
+def simulate_order(
     order: Sequence[Sequence[Action]],
     graph: StageGraph,
     duration_ms: Callable[[Action], float],

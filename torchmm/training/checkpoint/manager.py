@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.files import canonical_json, sync_directory, write_synced
-from torchmm.common.log import working
+from torchmm.common.log import report_progress
 from torchmm.common.rng import capture_rng
-from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.parallel.health.peers import SideGroup, is_peer_failure
 from torchmm.recipe.data_section import DataConfig, local_path
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
@@ -139,7 +139,7 @@ class CheckpointManager:
         self._failure: BaseException | None = None
         run = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
         self._locked_directories = [run] if directory is None else []
-        self._group.on_rank_0(run.acquire_lock)
+        self._group.run_on_rank_zero(run.acquire_lock)
         self._directory = run
         self._directory_group = DirectoryGroup.of_all_ranks(self._group)
         self._uploads: Uploads | None = None
@@ -282,7 +282,7 @@ class CheckpointManager:
             for directory in self._locked_directories:
                 directory.release()
 
-    @working("verifying and loading the newest checkpoint")
+    @report_progress("verifying and loading the newest checkpoint")
     def resume(
         self,
         model: nn.Module,
@@ -327,10 +327,12 @@ class CheckpointManager:
             folder_to_retain = None
             if restored is not None:
                 saved = restored.path
-                folder_to_retain = self._group.on_rank_0(
+                folder_to_retain = self._group.run_on_rank_zero(
                     lambda: upload_folder_name(read_manifest(saved))
                 )
-            self._group.on_rank_0(lambda: self._remote.set_aside_after(step, folder_to_retain))
+            self._group.run_on_rank_zero(
+                lambda: self._remote.set_aside_after(step, folder_to_retain)
+            )
             if restored is not None and restored.path.parent == self._directory.path:
                 self._uploads.resumed(restored.path)
         return restored
@@ -357,11 +359,11 @@ class CheckpointManager:
             entries.sort(key=lambda entry: entry[:2], reverse=True)
             return [candidate for _, _, candidate in entries]
 
-        candidates = self._group.on_rank_0(find_candidates)
+        candidates = self._group.run_on_rank_zero(find_candidates)
         for candidate in candidates:
             if isinstance(candidate, Path):
                 path = candidate
-                self._group.on_rank_0(partial(reject_newer_format, path))
+                self._group.run_on_rank_zero(partial(reject_newer_format, path))
                 problems = self._find_problems(path)
             else:
                 self._logger.info("fetching %s/%s", self._remote.address, candidate)
@@ -447,7 +449,7 @@ class CheckpointManager:
                 f"cannot save {target} (earlier checkpoints are intact)", error
             ) from error
         except RuntimeError as error:
-            if not is_peer_trouble(error):
+            if not is_peer_failure(error):
                 raise
             raise PeerError(f"a rank was lost while saving {target}: {error}") from error
         self._meter.record(checkpoint_save_ms=(time.perf_counter() - began_s) * 1e3)
@@ -455,7 +457,7 @@ class CheckpointManager:
             # Rank 0 has committed the files of its node. Other nodes do so with the same manifest.
             temporary = writer.temporary
             assert temporary is not None
-            manifest = self._group.on_rank_0((target / MANIFEST_NAME).read_bytes)
+            manifest = self._group.run_on_rank_zero((target / MANIFEST_NAME).read_bytes)
 
             def commit() -> None:
                 if self._group.rank > 0:

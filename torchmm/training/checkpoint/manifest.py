@@ -24,7 +24,7 @@ from torchmm.common.errors import CheckpointError
 from torchmm.common.files import (
     UnsafeNameError,
     canonical_json,
-    require_relative_name,
+    check_relative_name,
     sync_directory,
     write_synced,
 )
@@ -150,7 +150,7 @@ def _validate_content(manifest: dict[str, Any], file: str) -> None:
 def _validate_entry(name: str, entry: Any, file: str) -> None:
     """Raise CheckpointError if the writer cannot have written this entry of "files"."""
     try:
-        require_relative_name(name, file)
+        check_relative_name(name, file)
     except UnsafeNameError as error:
         raise CheckpointError(f"{error}. Do not use this checkpoint") from None
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:

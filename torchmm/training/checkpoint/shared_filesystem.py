@@ -43,7 +43,7 @@ class DirectoryGroup:
         Raises:
             ConfigError: A rank cannot write to it.
         """
-        name = group.on_rank_0(lambda: uuid4().hex)
+        name = group.run_on_rank_zero(lambda: uuid4().hex)
         markers = [directory / f".rank-{rank:05}.{name}" for rank in range(group.rank + 1)]
         problem = None
         try:

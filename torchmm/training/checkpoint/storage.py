@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchmm.common.errors import CheckpointError
-from torchmm.common.files import canonical_json, naming_the_file, write_synced
+from torchmm.common.files import add_path_to_os_errors, canonical_json, write_synced
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
     WrittenFile,
@@ -301,7 +301,7 @@ def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> W
 
     digest = hashlib.sha256(header)
     size_bytes = len(header) + data_bytes
-    with naming_the_file(path, size_bytes), path.open("xb") as file:
+    with add_path_to_os_errors(path, size_bytes), path.open("xb") as file:
         file.write(header)
         for item in items:
             tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import TEMPLATE_ERRORS
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.files.urls import redact_urls
 from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
@@ -204,7 +204,7 @@ def model_card(
         path = Path(data.path)
         license = "not recorded"
         for folder in () if "://" in data.path else (path, path.parent):
-            prepared: dict[str, Any] = read_prepared(folder.parent)
+            prepared: dict[str, Any] = read_prepared_manifest(folder.parent)
             license = prepared.get(folder.name, {}).get("licence", license)
         revision = f" at {data.revision}" if data.revision else ""
         name = f"`{redact_urls(data.path)}`{revision}"

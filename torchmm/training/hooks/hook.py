@@ -12,7 +12,7 @@ from typing import Any
 
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
-from torchmm.parallel.health.peers import Health
+from torchmm.parallel.health.peers import HealthMonitor
 from torchmm.training.components import RunComponents
 from torchmm.training.metrics import Record
 from torchmm.training.shutdown import StopSignal
@@ -75,7 +75,7 @@ class TrainingContext:
 
     components: RunComponents
     state: TrainState
-    health: Health
+    health: HealthMonitor
     stop: StopSignal
 
 

@@ -12,7 +12,7 @@ class RecordingHook(Hook):
         """Write the record."""
         recorder = self.components.recorder
         if recorder is not None and recorder.record(done.record):
-            self.training.health.said()
+            self.training.health.mark_reported()
 
     def close(self) -> None:
         """Close metrics.jsonl and the trackers."""

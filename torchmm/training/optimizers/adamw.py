@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.parallel.torch_private import local_tensors
+from torchmm.parallel.torch_compat import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optimizers.optimizer import RunOptimizer, count_step, local_gradients
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchmm.models.hf.load import local_slices
-from torchmm.parallel.torch_private import local_tensors, placed_like
+from torchmm.parallel.torch_compat import dtensor_like, local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optimizers.adamw import LocalAdamW
 from torchmm.training.optimizers.optimizer import local_gradients
@@ -175,7 +175,7 @@ def orthogonalize_distributed(
     results = []
     for index, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
         assert isinstance(parameter, DTensor)
-        matrix = placed_like(update, parameter, parameter.shape).full_tensor()
+        matrix = dtensor_like(update, parameter, parameter.shape).full_tensor()
         # Only the rank that orthogonalizes a matrix retains the all-gathered result.
         is_local = index % mesh_size(parameter) == _mesh_index(parameter)
         results.append(orthogonalize(matrix) if is_local else torch.zeros_like(matrix))

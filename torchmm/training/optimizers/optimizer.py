@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.layers import ModuleDescription
-from torchmm.parallel.torch_private import local_tensors
+from torchmm.parallel.torch_compat import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig, optimizer_entry
 
 

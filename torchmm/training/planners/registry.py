@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torchmm.common.extensions import Entry, find_entries
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.planner import Planner
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.pipeline import Pipeline
 
 PLANNERS: Sequence[Entry] = (
@@ -25,13 +25,13 @@ PLANNERS: Sequence[Entry] = (
 )
 """Planners of the core. A run uses the first planner whose `is_used` returns True.
 
-The entries of extensions precede these entries. The arguments of `is_used` are the `Resolved`
+The entries of extensions precede these entries. The arguments of `is_used` are the `ResolvedRecipe`
 recipe and the number of pipeline ranks, and its result is identical on all ranks. The parameters of
 the target are run, pipeline, mesh and logger. Modules of unused planners are not imported.
 """
 
 
-def find_planner(run: Resolved, pipeline_size: int) -> Entry:
+def find_planner(run: ResolvedRecipe, pipeline_size: int) -> Entry:
     """Return the planner of a run.
 
     Args:
@@ -43,13 +43,13 @@ def find_planner(run: Resolved, pipeline_size: int) -> Entry:
 
 
 def build_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> Planner:
     """Return the planner of a run. Collective over all ranks.
 
     Raises:
         ConfigError: The planner does not support a value of the recipe.
     """
-    entry = find_planner(run, mesh.pipeline_size)
+    entry = find_planner(run, mesh.plan_size)
     planner: Planner = entry.load()(run, pipeline, mesh, logger)
     return planner

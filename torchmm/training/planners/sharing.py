@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
-from torchmm.parallel.gather import exchange_device, gather_texts
+from torchmm.parallel.gather import gather_texts, host_collective_device
 from torchmm.parallel.mesh import ParallelMesh
 
 MAX_SHOWN_RANKS = 8
@@ -58,7 +58,7 @@ class PlanExchange:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # set by torchrun
         self._mesh = mesh
         self.leaders = 0
-        for pipeline_ranks in mesh.shares:
+        for pipeline_ranks in mesh.global_ranks:
             members = [rank for ranks in pipeline_ranks for rank in ranks]
             group = dist.new_group(members, backend="gloo")
             self.leaders += members[0] // local_size == mesh.rank // local_size
@@ -91,7 +91,7 @@ class PlanExchange:
         headers = torch.full((self._mesh.data_parallel_size, 4), -inf, dtype=torch.float64)
         local = [float(digest), -float(digest), float(bool(problems)), float(length)]
         headers[self._mesh.data_parallel_rank] = torch.tensor(local, dtype=torch.float64)
-        headers = headers.to(exchange_device())
+        headers = headers.to(host_collective_device())
         dist.all_reduce(headers, dist.ReduceOp.MAX)
         rows = headers.tolist()
         if any(has_problem for *_, has_problem, _ in rows):
@@ -111,7 +111,7 @@ class PlanExchange:
     def _differing(self, step: int, digests: Sequence[str]) -> list[str]:
         """Return messages about ranks whose digest differs from that of the first pipeline rank."""
         messages = []
-        for pipeline_ranks in self._mesh.shares:
+        for pipeline_ranks in self._mesh.global_ranks:
             members = [rank for ranks in pipeline_ranks for rank in ranks]
             differing = [rank for rank in members if digests[rank] != digests[members[0]]]
             if differing:

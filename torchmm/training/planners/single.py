@@ -10,13 +10,13 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.planner import Planner, StepPlan, Upcoming
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.planner import NextStepMetas, Planner, StepPlan
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.training.pipeline import Pipeline
 
 
 def build_single_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> SinglePlanner:
     """Return the planner of a run without a pipeline."""
     return SinglePlanner(pipeline, mesh.data_parallel_rank)
@@ -37,7 +37,7 @@ class SinglePlanner(Planner):
         """Metadata and plan of the next step, from `plan_ahead`."""
 
     def plan(
-        self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming = lambda: None
+        self, step: int, microbatches: Sequence[Microbatch], upcoming: NextStepMetas = lambda: None
     ) -> StepPlan:
         """Return the plan of `plan_ahead` if its microbatches are equal, else a new plan."""
         metas = [m.task_meta for m in microbatches]
@@ -47,7 +47,7 @@ class SinglePlanner(Planner):
             return StepPlan(ahead[1])
         return StepPlan(self._make_plan(metas))
 
-    def plan_ahead(self, upcoming: Upcoming) -> None:
+    def plan_ahead(self, upcoming: NextStepMetas) -> None:
         """Plan the next step, for `plan` to return."""
         upcoming_metas = upcoming()
         if upcoming_metas is None:

@@ -16,19 +16,19 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import Gathering
+from torchmm.pipelining.plan.plan import UnshardMode
+from torchmm.pipelining.plan.serialization import encode_plan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import Planner, StepPlan, Upcoming
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.planner import NextStepMetas, Planner, StepPlan
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import plan_step
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.sharing import PlanExchange, plan_input_digest
 
 
 def build_static_planner(
-    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+    run: ResolvedRecipe, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> StaticPlanner:
     """Return the planner of a pipeline with a static schedule. Collective over all ranks."""
     return StaticPlanner(pipeline, mesh)
@@ -50,14 +50,14 @@ class StaticPlanner(Planner):
         # Ranks without sharded parameters run no all-gather, even if the plan has one.
         shardings = gather_texts(pipeline.sharding)
         members = [rank for ranks in mesh.plan_ranks for rank in ranks]
-        self._sharding: Gathering = (
+        self._sharding: UnshardMode = (
             "step" if "step" in {shardings[rank] for rank in members} else "none"
         )
         self._fixed = f"{stages_text}{pipeline.config.model_dump_json()}{self._sharding}"
         """Inputs of planning that do not change during a run."""
 
     def plan(
-        self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming = lambda: None
+        self, step: int, microbatches: Sequence[Microbatch], upcoming: NextStepMetas = lambda: None
     ) -> StepPlan:
         """Return the plan of the step that begins, see `Planner.plan`."""
         metas = [m.task_meta for m in microbatches]
@@ -70,7 +70,7 @@ class StaticPlanner(Planner):
                 problems = error.problems
             except ValueError as error:
                 problems = [str(error)]
-        numbers = None if planned is None else planned.numbers
+        numbers = None if planned is None else planned.encoded_plan
         numbers = self._shared.exchange(
             step, plan_input_digest(self._fixed, metas), numbers, problems
         )
@@ -78,7 +78,7 @@ class StaticPlanner(Planner):
         return StepPlan(plan) if planned is None else StepPlan(plan, planned.statistics)
 
     def _make_plan(
-        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: NextStepMetas
     ) -> PlannedStep:
         """Return the encoded plan of a step. Called on the first rank of each pipeline.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from torchmm.common.files import naming_the_file
+from torchmm.common.files import add_path_to_os_errors
 
 RESULTS = "evaluations.jsonl"
 
@@ -41,7 +41,7 @@ def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
     """
     line = json.dumps(asdict(evaluation)) + "\n"
     path = run_dir / RESULTS
-    with naming_the_file(path, len(line)), path.open("a", encoding="utf-8") as file:
+    with add_path_to_os_errors(path, len(line)), path.open("a", encoding="utf-8") as file:
         file.write(line)
 
 

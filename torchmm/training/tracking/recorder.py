@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from torchmm.common.log import JsonlWriter, working
+from torchmm.common.log import JsonlWriter, report_progress
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.console import ProgressLine, plot_loss
 from torchmm.training.metrics import Record
@@ -94,7 +94,7 @@ class MetricsRecorder:
         for tracker in self._trackers:
             tracker.emit({"step": self._last["step"], "scores": scores})
 
-    @working("closing metrics and trackers")
+    @report_progress("closing metrics and trackers")
     def close(self) -> None:
         """Finish all sinks and plot loss.png. A run does not fail because of the plot."""
         self._sources.clear()  # they may reference the run, which references this recorder

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.files import require_relative_name
+from torchmm.common.files import check_relative_name
 
 SAMPLES_FILE = "samples.json"
 """Generated text of held-out samples."""
@@ -59,7 +59,7 @@ class GeneratedSample:
         if not is_count(step) or not is_count(index):
             raise ValueError("step and index must be integers >= 0")
         if picture is not None:
-            require_relative_name(picture, SAMPLES_FILE)
+            check_relative_name(picture, SAMPLES_FILE)
         return cls(
             step,
             str(entry["source"]),
@@ -161,7 +161,7 @@ def read_inside(directory: Path, name: object) -> bytes:
         ValueError: The name, or a symbolic link, leads out of the directory, or the file is too
             large or not a regular one.
     """
-    file = directory / require_relative_name(name, str(directory))
+    file = directory / check_relative_name(name, str(directory))
     if not file.resolve(strict=True).is_relative_to(directory.resolve()):
         raise ValueError(f"{file} is a link to a file outside {directory}")
     if not file.is_file():  # a named pipe would block

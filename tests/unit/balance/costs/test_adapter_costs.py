@@ -90,7 +90,7 @@ def test_adapter_gradients_and_states(method: str) -> None:
     half = stage_parameters(module, 0, len(module.layers), tensor=2)
     unsharded_factors = sum(  # A of column-parallel layers, B of row-parallel layers
         adapter.rank * adapter.inputs
-        if adapter.divided == "outputs"
+        if adapter.sharded_dim == "outputs"
         else (adapter.rank + adapter.magnitudes) * adapter.outputs
         for layer in module.layers
         for adapter in layer.adapters
@@ -98,7 +98,7 @@ def test_adapter_gradients_and_states(method: str) -> None:
     assert half.trained == (full.trained + unsharded_factors) / 2
     (layers,) = module_layers([module], [meta_of(LENGTHS)])
     assert layers.trainable == (True,) * len(module.layers)
-    assert not layers.pre_trainable and not layers.post_trainable
+    assert not layers.embedding_trainable and not layers.head_trainable
     setting = Setting(Execution(), 4)
     sizes = llm_sizes([meta_of(LENGTHS)], [sum(LENGTHS)], padding=False)
     weights = layer_operators(module.layers[0], sizes, setting).weights
@@ -134,7 +134,7 @@ def test_connector_adapter_costs_match_torch(family: str) -> None:
     setting = Setting(Execution(), 4)
     assert len(first.operators(sizes, setting).weights) == 3  # two matmuls and two gradient sums
     frozen = replace(first, trained=False, adapter=None)
-    kept = [float(b.kept_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
+    kept = [float(b.saved_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
     assert kept[0] - kept[1] == 4 * rows * (first.linear[0] + RANK)
 
 

@@ -21,8 +21,8 @@ def test_tensor_parallel_loss_costs_use_chunks() -> None:
     module = build_model(ModelConfig(llm=LlmConfig(config=config)), FreezeConfig()).llm.describe()
     variants = {
         "all": module,
-        "default": replace(module, sharded_loss_rows=331),
-        "always": replace(module, loss_rows=331),
+        "default": replace(module, sharded_loss_chunk_targets=331),
+        "always": replace(module, loss_chunk_targets=331),
     }
     _, sizes = pack_sizes(module, [meta])
     assert sizes is not None
@@ -32,6 +32,10 @@ def test_tensor_parallel_loss_costs_use_chunks() -> None:
         results = {}
         for name, variant in variants.items():
             costs = model.stage_costs(variant, 0, 1, sizes, np.array([True]))
-            results[name] = costs.kept_bytes[0], costs.workspace_bytes[0], costs.forward.total_ms[0]
+            results[name] = (
+                costs.saved_bytes[0],
+                costs.workspace_bytes[0],
+                costs.forward.total_ms[0],
+            )
         assert results["default"] == results[same]
         assert results["all"][1] > 2 * results["always"][1]

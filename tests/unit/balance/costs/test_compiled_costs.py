@@ -57,8 +57,8 @@ def llm(layers: int) -> ModuleDescription:
         name="llm",
         kind="llm",
         layers=(QWEN3_1_7B,) * layers,
-        pre_flops_per_unit=0,
-        post_flops_per_unit=0,
+        embedding_flops_per_unit=0,
+        head_flops_per_unit=0,
         parameters=layers * QWEN3_1_7B.parameters,
         trainable=True,
     )

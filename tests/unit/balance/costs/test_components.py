@@ -45,7 +45,7 @@ class MadeUp(Component):
         scan = Operator("copy", memory_bytes=1e9 * sizes.units_N)
         return Operators([scan], [scan], [], [])
 
-    def kept_bytes(self, sizes: TaskSizes, setting: object, weights: bool) -> np.ndarray:
+    def saved_bytes(self, sizes: TaskSizes, setting: object, weights: bool) -> np.ndarray:
         return 10_000 * sizes.units_N
 
     def temporaries(self, sizes: TaskSizes, setting: object) -> Temporaries:
@@ -85,10 +85,10 @@ def test_registered_component_adds_all_costs(monkeypatch: pytest.MonkeyPatch) ->
 
     # Saved bytes of the component, a norm with two results, and the input of the linear layer.
     norm = 4 * 100 * (2 * 64 + 1)
-    assert after.kept_bytes - before.kept_bytes == 100 * 10_000 + norm + 4 * 100 * 64
+    assert after.saved_bytes - before.saved_bytes == 100 * 10_000 + norm + 4 * 100 * 64
     # Results of the linear layer and of the norm.
-    waiting = after.kept_for_weights_bytes - before.kept_for_weights_bytes
-    assert waiting == after.kept_bytes - before.kept_bytes + 4 * 100 * (STATE + 64)
+    waiting = after.saved_for_weights_bytes - before.saved_for_weights_bytes
+    assert waiting == after.saved_bytes - before.saved_bytes + 4 * 100 * (STATE + 64)
     assert after.workspace_bytes == 4 * 100 * 64 + 1e6 * 100
 
     plain = model.static_bytes(module(PLAIN), 0, 1)
@@ -96,7 +96,7 @@ def test_registered_component_adds_all_costs(monkeypatch: pytest.MonkeyPatch) ->
     for mode in ("selective", "full"):
         recomputed = costs(MIXED, recompute=mode)[1]
         assert recomputed.backward.total_ms > after.backward.total_ms + copy_ms - 1
-        assert recomputed.kept_bytes < after.kept_bytes
+        assert recomputed.saved_bytes < after.saved_bytes
     assert costs(PLAIN)[1].forward.total_ms < copy_ms  # without the component
 
 

@@ -16,8 +16,8 @@ from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.layers import layer_kept_bytes, layer_operators
 from torchmm.costs.sizes import llm_sizes, module_tasks
 from torchmm.models.layers.attention import Segments
-from torchmm.parallel.context import ContextHeads
-from torchmm.parallel.exchange import Counts
+from torchmm.parallel.context import ContextParallelHeads
+from torchmm.parallel.exchange import ExchangeCounts
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 
@@ -42,7 +42,7 @@ def costs(context: int, sizes_for: int | None = None) -> StageCosts:
 @pytest.mark.parametrize("context", [2, 4])
 def test_context_parallel_rank_has_fraction_of_costs(context: int) -> None:
     full, shared = costs(1), costs(1, context)  # without communication
-    assert shared.kept_bytes * context == pytest.approx(full.kept_bytes)
+    assert shared.saved_bytes * context == pytest.approx(full.saved_bytes)
     assert shared.flops.forward_N == pytest.approx(full.flops.forward_N)  # of all ranks
     for name in ("forward", "inputs"):
         times = [getattr(stage, name).total_ms for stage in (full, shared)]
@@ -116,7 +116,7 @@ class SharedLayer(RealLayer):
         full, tables = self.hidden, self.tables
         self.hidden = full[:, :local].detach().requires_grad_()
         self.tables = [table[:, :local].clone() for table in tables]
-        heads = ContextHeads(None, 0, [local] * ranks)  # type: ignore[arg-type]
+        heads = ContextParallelHeads(None, 0, [local] * ranks)  # type: ignore[arg-type]
         segments = Segments.from_starts([0, 40, TOKENS], full.device, head_exchange=heads)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
         metas = [MicrobatchMeta(samples, TOKENS)]
@@ -130,7 +130,7 @@ class SharedLayer(RealLayer):
             cu_seq_lens_q=segments,
         )
 
-    def _exchange(self, rows: Tensor, counts: Counts, group: object) -> Tensor:
+    def _exchange(self, rows: Tensor, counts: ExchangeCounts, group: object) -> Tensor:
         assert sum(counts.sent) == sum(counts.received) == len(rows)
         self.sent.append(counts.sent)
         return rows.clone()

@@ -26,9 +26,9 @@ LLM = ModuleDescription(
     0,
     2 * 64 * 500,
     parameters=4 * 45_000 + 2 * 32_000 + 64,
-    pre_parameters=32_000,
-    post_parameters=32_064,
-    post_linears=((64, 500),),
+    embedding_parameters=32_000,
+    head_parameters=32_064,
+    head_linears=((64, 500),),
 )
 DEVICE = Device("toy", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "-")
 PROFILE = Profile(DEVICE, dict.fromkeys(KINDS, Curve((1.0,), (0.5,))))
@@ -58,8 +58,8 @@ def test_stage_costs_sum_to_module() -> None:
     tables = shared_bytes(
         LLM, llm_sizes(METAS, [80, 99], padding=True), 4
     )  # shared by all layers of a stage
-    kept = sum(stage.kept_bytes - tables for stage in stages) + tables
-    assert full.kept_bytes == pytest.approx(kept)
+    kept = sum(stage.saved_bytes - tables for stage in stages) + tables
+    assert full.saved_bytes == pytest.approx(kept)
     assert full.flops.forward_N == pytest.approx(sum(stage.flops.forward_N for stage in stages))
 
 
@@ -70,13 +70,13 @@ def test_backward_splits_into_inputs_and_weights() -> None:
     frozen = costs(replace(LLM, trainable=False), layers=(1, 3))
     assert frozen.backward.total_ms == pytest.approx(trained.inputs.total_ms)
     assert frozen.weights.total_ms == pytest.approx([0, 0])
-    assert (frozen.kept_bytes < trained.kept_bytes).all()
+    assert (frozen.saved_bytes < trained.saved_bytes).all()
 
 
 def test_frozen_first_stage_has_no_backward() -> None:
     frozen = costs(replace(LLM, trainable=False), layers=(1, 3), arrives=False)
     assert frozen.backward.total_ms == pytest.approx([0, 0])
-    assert frozen.kept_bytes == pytest.approx([0, 0])
+    assert frozen.saved_bytes == pytest.approx([0, 0])
     assert (frozen.workspace_bytes > 0).all()  # a forward pass still has temporaries
 
 
@@ -90,7 +90,7 @@ def test_padding_adds_time_without_model_flops() -> None:
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_adds_time_and_saves_memory(mode: str) -> None:
     plain, recomputed = costs(layers=(1, 3)), costs(layers=(1, 3), recompute=mode)
-    assert (recomputed.kept_bytes < 0.7 * plain.kept_bytes).all()
+    assert (recomputed.saved_bytes < 0.7 * plain.saved_bytes).all()
     assert recomputed.flops.inputs_N == pytest.approx(plain.flops.inputs_N)
     extra = recomputed.backward.total_ms - plain.backward.total_ms
     # "full" repeats all but the last matmul, "selective" repeats all but matmuls.
@@ -126,7 +126,7 @@ def test_generator_shards_layers_without_ends() -> None:
             if isinstance(text, Times):
                 assert generated.total_ms == pytest.approx(text.total_ms)
                 assert generated.tensor_ms == pytest.approx(text.tensor_ms)
-    around = replace(generator, post_linears=((64, 48),), pre_linears=((48, 64),))
+    around = replace(generator, head_linears=((64, 48),), embedding_linears=((48, 64),))
     ends = [
         [
             costs(around, layers=(start, stop), tensor=n).forward.total_ms
@@ -168,7 +168,7 @@ def test_async_tensor_parallelism_repeats_all_gathers() -> None:
     assert hidden.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms / 2)
     assert hidden.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms * 6 / 4 / 2)
     # Half of the inputs of two matmul groups in two layers: 100 x 64 float32 values each.
-    assert plain.kept_bytes - hidden.kept_bytes == pytest.approx([2 * 2 * 100 * 64 * 4 / 2] * 2)
+    assert plain.saved_bytes - hidden.saved_bytes == pytest.approx([2 * 2 * 100 * 64 * 4 / 2] * 2)
     frozen = costs(replace(LLM, trainable=False), **split, async_tensor=True)
     assert frozen.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms / 2)
 
@@ -178,7 +178,7 @@ def test_bfloat16_moves_half_the_bytes() -> None:
     assert model.element_bytes == 2
     wide, narrow = costs(layers=(1, 3)), costs(layers=(1, 3), dtype="bfloat16")
     assert (narrow.forward.total_ms < 0.8 * wide.forward.total_ms).all()
-    assert (narrow.kept_bytes < 0.7 * wide.kept_bytes).all()
+    assert (narrow.saved_bytes < 0.7 * wide.saved_bytes).all()
 
 
 def test_learned_factors_scale_actions() -> None:
@@ -221,7 +221,7 @@ def test_static_bytes_of_stage() -> None:
 
 def test_gradients_reduced_per_microbatch_are_sharded() -> None:
     count, outside = 4 * 45_000, 2 * 32_000 + 64
-    runs = (Execution(shard=4, reduces_each=each) for each in (False, True))
+    runs = (Execution(shard=4, reduces_every_microbatch=each) for each in (False, True))
     once, each = (CostModel(PROFILE, "bfloat16", {"llm": run}) for run in runs)
     assert once.gradient_bytes(LLM, 0, 4, layerwise=True) == 4 * (count + outside)
     # float32 shards, bfloat16 gradients of a layer, the float32 buffer of the previous layer, and
@@ -289,7 +289,9 @@ def test_pipeline_links() -> None:
 
 def test_projection_blocks_match_linear_layers() -> None:
     def embedding(flops: int, *linears: tuple[int, int]) -> list[object]:
-        encoder = replace(LLM, kind="encoder", pre_flops_per_unit=flops, pre_linears=linears)
+        encoder = replace(
+            LLM, kind="encoder", embedding_flops_per_unit=flops, embedding_linears=linears
+        )
         blocks = [b for b in stage_blocks(encoder, 0, 1) if isinstance(b, Inputs | Projection)]
         return [b.linear if isinstance(b, Projection) else None for b in blocks]
 
@@ -301,7 +303,7 @@ def test_projection_blocks_match_linear_layers() -> None:
 def test_head_saved_bytes() -> None:
     sizes = llm_sizes(METAS[1:], [99], padding=True)
     head = stage_blocks(LLM, 4, 4)[-1]
-    saved = head.kept_bytes(sizes, Setting(Execution(), 4), True)
+    saved = head.saved_bytes(sizes, Setting(Execution(), 4), True)
     # Norm input, norm result before the weight, selected rows, float32 log-probabilities.
     assert saved == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
 
@@ -371,7 +373,7 @@ def test_workspace_excludes_freed_head_activations():
         return float(stage[0]), float(layer_bytes[0])
 
     stage_bytes, layer_bytes = workspace("full")
-    kept = float(head.kept_bytes(sizes, Setting(Execution(), 4), True)[0])
+    kept = float(head.saved_bytes(sizes, Setting(Execution(), 4), True)[0])
     of_head = float(head.temporary_bytes(sizes, Setting(Execution(), 4), np.ones(1))[0])
     assert (
         stage_bytes == pytest.approx(max(layer_bytes - kept, of_head)) and stage_bytes < layer_bytes

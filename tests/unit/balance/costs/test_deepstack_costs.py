@@ -17,7 +17,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.messages import message_specs
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 
 CASE = Case("deepstack", encoder="qwen3_vl", tied=False)
 
@@ -29,7 +29,7 @@ def cost_model() -> CostModel:
 
 def graph_and_batch(seed: int):
     batch, parts = step_of(CASE, seed)
-    cuts = {name: [Cut(1, (i % 2,)) for i in range(LAYERS)] for name in ("vision", "llm")}
+    cuts = {name: [StageSplit(1, (i % 2,)) for i in range(LAYERS)] for name in ("vision", "llm")}
     return StageGraph(build_layout(CASE.modules(), cuts), len(batch), parts), batch
 
 
@@ -48,8 +48,8 @@ def test_deepstack_message_bytes_match_specs(seed: int, cost_model: CostModel) -
     for message, tensors in specs.items():
         edge = message.source, message.destination
         # Sub-microbatches determine the size of messages between an encoder and another module.
-        has_parts = [graph.layout.has_parts(stage) for stage in edge]
-        sized_by = edge[1] if has_parts == [False, True] else edge[0]
+        has_sub_microbatches = [graph.layout.has_sub_microbatches(stage) for stage in edge]
+        sized_by = edge[1] if has_sub_microbatches == [False, True] else edge[0]
         module = tasks[graph.layout.stages[sized_by].module]
         key = message.microbatch, message.sub_microbatch
         nbytes = dict(
@@ -66,13 +66,13 @@ def test_deepstack_adds_plan_costs(cost_model: CostModel) -> None:
     metas = [m.meta for m in batch]
     modules = [m.describe() for m in CASE.build().modality_modules()]
     deep = plan_costs(graph, modules, metas, cost_model)
-    without = [replace(m, taps=()) for m in modules]
+    without = [replace(m, deepstack_layers=()) for m in modules]
     less = plan_costs(graph, without, metas, cost_model)
     wider = [key for key, time in deep.transfer_ms.items() if time > less.transfer_ms[key]]
     first = graph.layout.stages[0].index
     assert any(message.source == first for message, _ in wider)
     assert any(graph.layout.stages[m.destination].module == "llm" for m, _ in wider)
-    kept = [task for task, size in deep.kept_bytes.items() if size > less.kept_bytes[task]]
+    kept = [task for task, size in deep.saved_bytes.items() if size > less.saved_bytes[task]]
     assert {graph.layout.stages[task.stage].module for task in kept} == {"vision", "llm"}
 
 
@@ -86,10 +86,14 @@ def test_deepstack_merger_flops_and_parameters() -> None:
     with FlopCounterMode(display=False) as counter:
         output = encoder.connector(hidden, [hidden] * 3)
     assert output.shape == (2, 4 * 32)
-    assert counter.get_total_flops() == 2 * description.post_flops_per_unit
+    assert counter.get_total_flops() == 2 * description.head_flops_per_unit
     mergers = sum(p.numel() for p in encoder.connector.parameters())
-    assert description.post_parameters == mergers
-    assert description.taps == (0, 1, 3) and model.llm.describe().taps == (0, 1, 2)
+    assert description.head_parameters == mergers
+    assert description.deepstack_layers == (0, 1, 3) and model.llm.describe().deepstack_layers == (
+        0,
+        1,
+        2,
+    )
 
 
 def test_deepstack_mergers_belong_to_connector() -> None:

@@ -23,7 +23,7 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.orders import order_problems
-from torchmm.pipelining.plan.slices import TensorRanks
+from torchmm.pipelining.plan.slices import TensorParallelism
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import colocated_layout
 
@@ -80,10 +80,10 @@ def test_every_action_has_a_cost(freeze) -> None:
             assert action in costs.flops
         if action.type in (ActionType.UNSHARD, ActionType.REDUCE_GRAD):
             assert action.stage in costs.gather_ms
-    assert set(costs.kept_bytes) == set(step.graph.tasks())
-    for task, kept in costs.kept_bytes.items():
+    assert set(costs.saved_bytes) == set(step.graph.tasks())
+    for task, kept in costs.saved_bytes.items():
         # For W, torch keeps the full graph and the gradients of linear layer outputs.
-        waiting = costs.kept_for_weights_bytes[task]
+        waiting = costs.saved_for_weights_bytes[task]
         assert waiting == 0 or waiting > kept > 0, task
     assert len(costs.static_bytes) == 2
     assert min(costs.static_bytes) > 0
@@ -120,7 +120,7 @@ def test_sliced_transfer_times_match_message_bytes(encoder) -> None:
     assert costs.transfer_ms.keys() == before.transfer_ms.keys()
     for message, backward in costs.transfer_ms:
         assert all(spec.slices is not None for spec in specs[message])
-        sent = sum(spec.on_rank(source=True).nbytes for spec in specs[message])
+        sent = sum(spec.local_spec(source=True).nbytes for spec in specs[message])
         exact = sum(spec.nbytes for spec in specs[message]) / 2
         assert exact <= sent
         expected_ms, full_ms = model.transfers_ms([exact, 2 * exact], [NODE] * 2)
@@ -129,7 +129,7 @@ def test_sliced_transfer_times_match_message_bytes(encoder) -> None:
     longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}
     gathering = set()
     for message, tensors in specs.items():
-        if any(spec.is_cut for spec in tensors):
+        if any(spec.needs_all_gather for spec in tensors):
             gathering.add(Action(ActionType.F, *sliced.graph.consumer(message)))
             producer = sliced.graph.producer(message)
             gathering |= {Action(ActionType.B, *producer), Action(ActionType.I, *producer)}
@@ -141,14 +141,14 @@ def test_transfer_costs_to_more_tensor_ranks() -> None:
     """Check that each destination rank receives a full tensor, or its slice of a sliced tensor."""
     step = Step(Case("messages", pipeline=4))
 
-    def costs(vision: TensorRanks, llm: TensorRanks) -> PlanCosts:
+    def costs(vision: TensorParallelism, llm: TensorParallelism) -> PlanCosts:
         tensor = {"vision": vision, "llm": llm}
-        graph = replace(step.graph, layout=replace(step.graph.layout, tensor=tensor))
+        graph = replace(step.graph, layout=replace(step.graph.layout, tensor_parallel=tensor))
         return plan_costs(graph, step.modules, step.metas, MODEL)
 
-    plain = costs(TensorRanks(), TensorRanks()).transfer_ms
-    copied = costs(TensorRanks(), TensorRanks(4)).transfer_ms
-    sliced = costs(TensorRanks(1, True, True), TensorRanks(4, True, True)).transfer_ms
+    plain = costs(TensorParallelism(), TensorParallelism()).transfer_ms
+    copied = costs(TensorParallelism(), TensorParallelism(4)).transfer_ms
+    sliced = costs(TensorParallelism(1, True, True), TensorParallelism(4, True, True)).transfer_ms
     between = [
         key for key in plain
         if [step.graph.layout.stages[i].module for i in key[0][:2]] == ["vision", "llm"]
@@ -164,7 +164,7 @@ def test_unassigned_replicas_have_transfer_times() -> None:
     step = Step(Case("replicas"))
     layers = module_layers(step.modules, step.metas)
     layout = colocated_layout(layers, 2, slices={"vision": 2})
-    counts = {"vision": tuple(int(meta.images_of("vision") > 0) for meta in step.metas)}
+    counts = {"vision": tuple(int(meta.module_image_count("vision") > 0) for meta in step.metas)}
     graph = StageGraph(layout, len(step.metas), counts)
     unassigned = plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
     transfers = 0
@@ -214,7 +214,9 @@ def test_layerwise_fsdp_reduces_in_backward(device, each) -> None:
     dtype = "float32" if device == "cpu" else "bfloat16"
     names = ("vision", "llm")
     alone, sharded = (
-        CostModel(profile, dtype, dict.fromkeys(names, Execution(**sizes, reduces_each=each)))
+        CostModel(
+            profile, dtype, dict.fromkeys(names, Execution(**sizes, reduces_every_microbatch=each))
+        )
         for sizes in ({}, {"shard": 2, "replicate": 2})
     )
     step_arguments = step.graph, step.modules, step.metas

@@ -16,7 +16,7 @@ from torchmm.balance.disttrain.reordering.program import compile_order
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 
 F, B = ActionType.F, ActionType.B
 
@@ -101,7 +101,7 @@ def naive_interval_order(graph, ranks, forward, backward):
             costs = forward if action.type is F else backward
             return 0.0 if assigned_microbatch is None else costs[action.stage, assigned_microbatch]
 
-        records = uniform_timeline(schedule, graph, duration)
+        records = simulate_order(schedule, graph, duration)
         return {(r.action.type, r.action.stage, r.action.microbatch): r.end_ms for r in records}
 
     fill = min(ranks - 1, len(remaining))

@@ -14,7 +14,7 @@ from torchmm.balance.disttrain.arrangement import ordered_layout
 from torchmm.balance.disttrain.reordering.groups import balance_groups
 from torchmm.balance.disttrain.reordering.slices import slice_items
 from torchmm.balance.disttrain.reordering.step import StepReorder
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 
@@ -175,7 +175,7 @@ def test_synchronized_pipelines_have_one_order(layout):
 def test_lockstep_shares_follow_parallel_config(changes, world_size, expected):
     parallel = ParallelConfig.model_validate({"pipeline": 1, "shard": -1, **changes})
     recipe = load_recipe(RECIPE).recipe.model_copy(update={"parallel": parallel})
-    assert resolve(recipe, world_size).lockstep_shares == expected
+    assert resolve_recipe(recipe, world_size).lockstep_size == expected
 
 
 def test_equal_sums_leave_ranks_idle():

@@ -17,8 +17,8 @@ from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs.flops import module_layers
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_layout
-from torchmm.pipelining.schedules.names import schedule_layout
+from torchmm.pipelining.schedules.disaggregated import ModuleGroupSize, disaggregated_layout
+from torchmm.pipelining.schedules.registry import schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 
 MODEL = CostModel(load_profile("a800"), "bfloat16")
@@ -65,7 +65,11 @@ def layouts() -> dict[str, tuple[StageLayout, str]]:
             ("interleaved_1f1b", 2, 2),
         )
     }
-    units = {"vision": UnitSize(1, 3), "llm": UnitSize(2, 2), "generator": UnitSize(1, 1)}
+    units = {
+        "vision": ModuleGroupSize(1, 3),
+        "llm": ModuleGroupSize(2, 2),
+        "generator": ModuleGroupSize(1, 1),
+    }
     degrees = dict.fromkeys(("vision", "llm", "generator"), 1)
     return {
         **schedules,
@@ -171,7 +175,11 @@ def test_balancing_never_lengthens_steps(name: str) -> None:
 def test_disaggregated_reordering_uses_executed_schedule() -> None:
     """Include replicas and several LLM stages per rank."""
     layers = module_layers(MODULES, packs(8))
-    units = {"vision": UnitSize(1, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)}
+    units = {
+        "vision": ModuleGroupSize(1, 1),
+        "llm": ModuleGroupSize(2, 1),
+        "generator": ModuleGroupSize(1, 1),
+    }
     several = disaggregated_layout(layers, units, {"llm": 2})
     for layout, schedule in (LAYOUTS["disaggregated"], (several, "interleaved_1f1b")):
         reordering = reorder_on(layout, schedule, 2, balance=True, order=True)
@@ -217,7 +225,11 @@ def test_shared_replica_multiplies_stage_time() -> None:
     forward, _ = reorder("disaggregated", 1, balance=True, order=True).pack_ms(batch)
     alone = disaggregated_layout(
         module_layers(MODULES, batch),
-        {"vision": UnitSize(1, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)},
+        {
+            "vision": ModuleGroupSize(1, 1),
+            "llm": ModuleGroupSize(2, 1),
+            "generator": ModuleGroupSize(1, 1),
+        },
     )
     single = reorder_on(alone, "1f1b", 1, balance=True, order=True)
     expected, _ = single.pack_ms(batch)

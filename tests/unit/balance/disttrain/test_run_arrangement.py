@@ -16,7 +16,7 @@ from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.run_costs import simulated_profile
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements
 from torchmm.training.model_build import build_meta_model, choose_model_stages
@@ -47,7 +47,7 @@ def test_run_and_simulation_reorder_identically(data, tmp_path):
     """Use a searched LLM partition and replicas with different samples."""
     parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
     recipe = read(data, tmp_path, parallel, {"reorder": "intra"})
-    run = resolve(recipe, 4)
+    run = resolve_recipe(recipe, 4)
     model, tokenizer = build_meta_model(run)
     stage_cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
@@ -59,13 +59,13 @@ def test_run_and_simulation_reorder_identically(data, tmp_path):
     arranged = reordered(reorder, forecaster.sample.packs)
     assert forecaster.workload.microbatches in arranged
     # Check that sequences have moved.
-    natural = first_microbatches(recipe, forecaster.model, run.shares)
+    natural = first_microbatches(recipe, forecaster.model, run.data_parallel_size)
     assert arranged != natural and len(arranged) == 2
 
 
 def test_run_balances_images_by_recipe(data, tmp_path):
     recipe = read(data, tmp_path, {}, {"reorder": "none", "balance": "images"})
-    run = resolve(recipe, 4)
+    run = resolve_recipe(recipe, 4)
     model, tokenizer = build_meta_model(run)
     stage_cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]

@@ -9,7 +9,7 @@ from torchmm.balance.disttrain.reordering.program import compile_order
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.schedules.classic import one_f_one_b, zero_bubble
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 
 
 def random_durations(layout, microbatches, rng):
@@ -32,7 +32,7 @@ def test_makespans_match_list_simulator(name, microbatches):
             kind = both[action.type is ActionType.B]
             return kind[action.stage, permutation[action.microbatch]]
 
-        records = uniform_timeline(order, graph, duration)
+        records = simulate_order(order, graph, duration)
         expected = max(record.end_ms for record in records)
         (makespan,) = makespans_ms(program, forward[None], backward[None], permutation[None])
         assert makespan == expected

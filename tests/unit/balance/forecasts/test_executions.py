@@ -21,7 +21,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.planning.executions import parameter_states
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe import check
 from torchmm.recipe.read import load_recipe
@@ -103,7 +103,7 @@ def test_runs_and_simulations_use_same_executions(path, profile, monkeypatch):
 
     monkeypatch.setattr(forecast, "first_microbatches", empty_microbatches)
     forecaster = Forecaster(recipe, gpus, profile)
-    run_model = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
+    run_model = run_costs(resolve_recipe(recipe, gpus), forecaster.modules, profile)
     assert set(run_model.executions) == {module.name for module in forecaster.modules}
     assert forecaster._costs(recipe.parallel).executions == run_model.executions
 
@@ -131,7 +131,7 @@ def test_cuda_graphs_are_in_memory_model(monkeypatch):
         )
     vision = next(m for m in forecaster.modules if m.name == "vision")
     weight_bytes = 2 * 4 * sum(layer.parameters for layer in vision.layers)
-    kept = max(plan_costs_by_graphs[False].kept_bytes.values())
+    kept = max(plan_costs_by_graphs[False].saved_bytes.values())
     static, update = (
         plan_costs_by_graphs[True].static_bytes[0] - plan_costs_by_graphs[False].static_bytes[0],
         plan_costs_by_graphs[True].update_bytes[0] - plan_costs_by_graphs[False].update_bytes[0],
@@ -139,7 +139,7 @@ def test_cuda_graphs_are_in_memory_model(monkeypatch):
     states = 4 * 6 * 16 * 128 * 4
     assert weight_bytes + states < static < weight_bytes + states + kept
     assert 0 < update - static <= kept  # input activations of the images
-    assert plan_costs_by_graphs[True].kept_bytes == plan_costs_by_graphs[False].kept_bytes
+    assert plan_costs_by_graphs[True].saved_bytes == plan_costs_by_graphs[False].saved_bytes
 
 
 def test_executions_are_built_in_few_modules():

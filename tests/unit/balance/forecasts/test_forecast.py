@@ -109,9 +109,9 @@ def test_balanced_images_shorten_simulated_step(recipe_file, monkeypatch):
     _, natural = forecast("none")
     forecaster, balanced = forecast("images")
     assert balanced.iteration_ms < natural.iteration_ms
-    counts = [[meta.images_of("vision") for meta in share] for share in forecaster._shares]
+    counts = [[meta.module_image_count("vision") for meta in share] for share in forecaster._shares]
     packs = forecaster.sample.packs
-    assert sum(map(sum, counts)) == sum(pack.images_of("vision") for pack in packs)
+    assert sum(map(sum, counts)) == sum(pack.module_image_count("vision") for pack in packs)
     assert all(max(column) - min(column) <= 1 for column in zip(*counts, strict=True))
     monkeypatch.setattr(CostModel, "transfers_ms", lambda self, sent, links: [0.0] * len(sent))
     _, free = forecast("images")

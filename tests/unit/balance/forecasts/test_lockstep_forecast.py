@@ -40,7 +40,7 @@ def rank_costs(simulator: Forecaster) -> list[dict]:
     """Return the times of every rank without synchronization, by action."""
     step = simulator.forecast().step
     model = run_costs(simulator.run, simulator.modules, PROFILE)
-    by_layer = simulator.run.gathers_by_layer
+    by_layer = simulator.run.unshards_per_layer
     return [
         plan_costs(step.plan.graph, simulator.modules, share, model, layerwise=by_layer).compute_ms
         for share in simulator.shares
@@ -64,7 +64,7 @@ def naive_step_ms(times: list[dict], program: list, group: int) -> float:
 @pytest.mark.parametrize("shard", [8, 4, 2])
 def test_lockstep_simulation_matches_naive_simulation(seed, shard):
     simulator = Forecaster(random_recipe(seed, shard=shard, replicate=8 // shard), 8, PROFILE)
-    assert simulator.run.lockstep_shares == shard
+    assert simulator.run.lockstep_size == shard
     times = rank_costs(simulator)
     step = simulator.forecast().step
     program = [a for a in step.plan.actions[0] if a in times[0]]
@@ -119,10 +119,10 @@ def test_auto_checkpointing_is_limited_by_slowest_ranks():
 def test_expert_ranks_synchronize_llm_times_only():
     simulator = Forecaster(random_recipe(1, shard=4, pipeline=2), 8, PROFILE)
     graph = simulator.forecast().step.plan.graph
-    assert simulator.run.lockstep_shares == 1
+    assert simulator.run.lockstep_size == 1
     parallel = simulator.recipe.parallel.model_copy(update={"expert": 4})
     model = run_costs(simulator.run.with_parallel(parallel), simulator.modules, PROFILE)
-    assert simulator.run.with_parallel(parallel).lockstep_shares == 4
+    assert simulator.run.with_parallel(parallel).lockstep_size == 4
     alone = [
         plan_costs(graph, simulator.modules, share, model).compute_ms for share in simulator.shares
     ]

@@ -17,12 +17,12 @@ from torchmm.balance.simulation.launched import launch_times, timed_pieces
 from torchmm.balance.simulation.simulator import memory_changes, simulate
 from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
 from torchmm.parallel.tensor.collectives import LayerHooks
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
-from torchmm.pipelining.plan.plan import Launch, PipelinePlan
+from torchmm.pipelining.plan.plan import EncoderLaunch, PipelinePlan
+from torchmm.pipelining.plan.serialization import decode_plan, encode_plan
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
 SHARE = 0.4
@@ -78,7 +78,7 @@ def test_launched_pieces_save_time_without_llm_delay(pipeline, mirrors, pieces):
     with_pieces = launched(plan, pieces)
     costs = costs_of(plan.graph, pieces)
     assert with_pieces.launches
-    assert sum(sum(launch.pieces) for launch in with_pieces.launches.values()) > 50
+    assert sum(sum(launch.pieces_per_collective) for launch in with_pieces.launches.values()) > 50
     times = launch_times(with_pieces, costs)
     encoders = encoder_stages(plan.graph)
     for action, shift_ms in times.shift_ms.items():
@@ -148,7 +148,7 @@ def test_launched_activations_are_allocated_at_launch():
     plan = planned()
     with_pieces = launched(plan)
     kept = {task: 100 for task in plan.graph.tasks() if task.stage < 4}
-    costs = replace(costs_of(plan.graph), kept_bytes=kept)
+    costs = replace(costs_of(plan.graph), saved_bytes=kept)
     launched_forwards = 0
     for program, before, after in zip(
         with_pieces.actions,
@@ -159,7 +159,9 @@ def test_launched_activations_are_allocated_at_launch():
         at = {action: 2 * index for index, action in enumerate(program)}
         assert sum(before) == sum(after) == 0
         for llm in (action for action in program if action in with_pieces.launches):
-            forwards = [a for a in with_pieces.launches[llm].begins if a.type is ActionType.F]
+            forwards = [
+                a for a in with_pieces.launches[llm].encoder_actions if a.type is ActionType.F
+            ]
             assert after[at[llm]] == 100 * len(forwards)
             assert not any(after[at[action]] for action in forwards)
             launched_forwards += len(forwards)
@@ -173,10 +175,10 @@ def test_launches_survive_plan_encoding():
     assert decoded.launches
 
 
-def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
+def first_launch(plan: PipelinePlan) -> tuple[int, Action, EncoderLaunch]:
     for rank, program in enumerate(plan.actions):
         for action in program:
-            if action in plan.launches and plan.launches[action].begins:
+            if action in plan.launches and plan.launches[action].encoder_actions:
                 return rank, action, plan.launches[action]
     raise AssertionError
 
@@ -187,10 +189,12 @@ def test_invalid_launches_are_reported(mistake):
     rank, llm, launch = first_launch(plan)
     encoders = encoder_stages(plan.graph)
     row = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage in encoders]
-    changed: Mapping[str, dict[Action, Launch]] = {
-        "skipped": {llm: launch._replace(begins=(row[row.index(launch.begins[0]) + 1],))},
+    changed: Mapping[str, dict[Action, EncoderLaunch]] = {
+        "skipped": {
+            llm: launch._replace(encoder_actions=(row[row.index(launch.encoder_actions[0]) + 1],))
+        },
         "by encoder": {row[0]: launch},
-        "negative": {llm: launch._replace(pieces=(-1,))},
+        "negative": {llm: launch._replace(pieces_per_collective=(-1,))},
         "not available": {llm._replace(microbatch=99): launch},
     }
     wrong = replace(plan, launches=changed[mistake])
@@ -201,19 +205,19 @@ def test_invalid_launches_are_reported(mistake):
 def test_launches_wait_for_their_inputs():
     """Launch every encoder action from every LLM action directly before it."""
     plan = planned(2)
-    book = RuleBook(plan)
+    book = PlanRules(plan)
     encoders = encoder_stages(plan.graph)
     rejected = allowed = 0
     for rank, program in enumerate(plan.actions):
         rules = book.rules[rank]
         places = [i for i, a in enumerate(program) if a.type in COMPUTE and a.stage in encoders]
         for before, place in pairwise([-1, *places]):
-            needs = {*rules[program[place]].needs}
-            gives = [i for i, a in enumerate(program) if needs & {*rules[a].gives}]
+            needs = {*rules[program[place]].requires}
+            gives = [i for i, a in enumerate(program) if needs & {*rules[a].establishes}]
             for position in range(before + 1, place):
                 if program[position].type not in COMPUTE:
                     continue
-                launches = {program[position]: Launch((program[place],), (1,))}
+                launches = {program[position]: EncoderLaunch((program[place],), (1,))}
                 problems = validate_plan(replace(plan, launches=launches)).problems
                 if position <= max(gives):
                     assert ["which requires" in p.text for p in problems] == [True]
@@ -229,7 +233,7 @@ class StepHandler:
 
     def __init__(self, hooks: LayerHooks, plan: PipelinePlan) -> None:
         self.encoders = encoder_stages(plan.graph)
-        self.fill, self.stop = hooks.between("llm"), hooks.between("encoder")
+        self.fill, self.stop = hooks.hook_for("llm"), hooks.hook_for("encoder")
         self.layers = [stage.stop - stage.start for stage in plan.graph.layout.stages]
         self.events: list[tuple[Action, int]] = []
 
@@ -273,11 +277,11 @@ def test_runtime_launches_planned_pieces(timed):
                 else:
                     inside[action, collective] = inside.get((action, collective), 0) + 1
         context.__exit__(None, None, None)
-        assert hooks.on_collective is hooks.on_stop is None
+        assert hooks.on_collective is hooks.on_yield is None
         expected = {
             (llm, i): count
             for llm, launch in plan.launches.items() if llm in program
-            for i, count in enumerate(launch.pieces) if count
+            for i, count in enumerate(launch.pieces_per_collective) if count
         }  # fmt: skip
         assert inside == expected, rank
         done = [a for a, piece in handled.events if a.stage in encoders and piece == 6]
@@ -296,11 +300,11 @@ def test_error_in_piece_stops_the_step():
     _, llm, launch = first_launch(plan)
 
     def handler(action: Action) -> None:
-        if action == launch.begins[0]:
+        if action == launch.encoder_actions[0]:
             raise ValueError("failed piece")
         if action.stage not in encoders:
             for _ in range(4):
-                hooks.between("llm")()
+                hooks.hook_for("llm")()
 
     hooks = LayerHooks()
     overlap = Ahead(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))

@@ -20,7 +20,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.registry import ORDERS
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 4), (4, 3, 8), (8, 2, 16)])

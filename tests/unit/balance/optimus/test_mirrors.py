@@ -11,9 +11,9 @@ from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.orders import by_rank
+from torchmm.pipelining.plan.orders import split_by_rank
 from torchmm.pipelining.schedules.classic import forward_only
-from torchmm.pipelining.schedules.colocated import colocated_layout, spread_replicas
+from torchmm.pipelining.schedules.colocated import assign_round_robin, colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 RANKS, MIRRORS = 2, 2
@@ -57,7 +57,7 @@ def test_mirrors_have_backbone_and_encoder_pipelines():
     llm = [(s.ranks, s.mirror) for s in layout.stages if s.module == "llm"]
     assert llm == [((0,), 0), ((2,), 0), ((1,), 1), ((3,), 1)]
     first = next(s.index for s in layout.stages if s.module == "llm")
-    assert layout.destinations[first - 1] == layout.mirrored[first] == (first, first + 3)
+    assert layout.destinations[first - 1] == layout.mirror_stages[first] == (first, first + 3)
     assert [s.tied_to for s in layout.stages[first:]] == [5, 4, -1, 8, 7, -1]
     assert layout.destinations[first + 4] == (first + 5,)
 
@@ -65,11 +65,11 @@ def test_mirrors_have_backbone_and_encoder_pipelines():
 def test_mirrors_return_one_gradient_of_message():
     step = graph()
     first = next(s.index for s in step.layout.stages if s.module == "llm")
-    messages = [Message(first - 1, stage, 0, 0) for stage in step.layout.mirrored[first]]
-    assert [step.differentiates(m) for m in messages] == [True, True]
-    assert [step.carries_gradient(m) for m in messages] == [True, False]
+    messages = [Message(first - 1, stage, 0, 0) for stage in step.layout.mirror_stages[first]]
+    assert [step.computes_gradient(m) for m in messages] == [True, True]
+    assert [step.sends_gradient(m) for m in messages] == [True, False]
     inside = Message(first + 3, first + 4, 0)
-    assert step.layout.stages[first + 3].mirror == 1 and step.carries_gradient(inside)
+    assert step.layout.stages[first + 3].mirror == 1 and step.sends_gradient(inside)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -79,12 +79,16 @@ def test_mirrored_plans_are_valid_on_all_ranks(pipeline):
     for row in plan.actions:
         assert any(a.type is ActionType.F and a.stage < 4 for a in row)
     mirrors = [
-        [a._replace(stage=plan.graph.layout.mirrored[a.stage][0]) for a in row if a.type in COMPUTE]
+        [
+            a._replace(stage=plan.graph.layout.mirror_stages[a.stage][0])
+            for a in row
+            if a.type in COMPUTE
+        ]
         for row in plan.actions
     ]
     backbone = [[a for a in row if a.stage >= 4] for row in mirrors]
     assert backbone[0] == backbone[1] and backbone[2] == backbone[3]
-    forwards = spread_replicas(plan.graph)
+    forwards = assign_round_robin(plan.graph)
     order = forward_only(forwards)
     validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
 
@@ -109,7 +113,7 @@ def test_deadlock_between_mirrors_is_reported():
     step = replace(graph(parts=(1, 1)), replica=replica)
     forwards = [Action(ActionType.F, *task) for task in step.tasks()]
     backwards = [a._replace(type=ActionType.B) for a in reversed(forwards)]
-    order = [list(row) for row in by_rank(step, [*forwards, *backwards])]
+    order = [list(row) for row in split_by_rank(step, [*forwards, *backwards])]
     assert validate_plan(lower_plan(tuple(order), step, {})).problems == ()
     encoder_actions = [a for a in order[1] if a.type is ActionType.B and a.stage < 4]
     remaining = [a for a in order[1] if a not in encoder_actions]
@@ -153,10 +157,10 @@ def test_encoder_groups_are_mirrors_of_the_llm():
     llm = [s.index for s in layout.stages if s.module == "llm"]
     assert vision[1][2] == (llm[0], llm[2]) and vision[3][2] == (llm[1], llm[3])
     step = unequal(*UNEQUAL[0])
-    back = [(s, d) for s, d in layout.edges if d in llm and step.carries_gradient(Message(s, d, 0))]
+    back = [(s, d) for s, d in layout.edges if d in llm and step.sends_gradient(Message(s, d, 0))]
     assert back == [(1, llm[0]), (3, llm[1]), (5, llm[0])]
-    assert layout.together[1, 2] == layout.together[3, 3] == (2, 3)
-    assert layout.together[llm[1], 1] == (0, 1, 2, 3)
+    assert layout.mirror_ranks[1, 2] == layout.mirror_ranks[3, 3] == (2, 3)
+    assert layout.mirror_ranks[llm[1], 1] == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("case", UNEQUAL)
@@ -164,12 +168,12 @@ def test_mirrors_run_the_same_actions(case):
     plan = planned(unequal(*case), sharding="step")
     validate_plan(plan).raise_for_problems()
     layout = plan.graph.layout
-    for (stage, rank), ranks in layout.together.items():
+    for (stage, rank), ranks in layout.mirror_ranks.items():
         actions = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage == stage]
-        for other, twin in zip(ranks, layout.mirrored[stage], strict=True):
+        for other, twin in zip(ranks, layout.mirror_stages[stage], strict=True):
             row = [a for a in plan.actions[other] if a.type in COMPUTE and a.stage == twin]
             assert [a._replace(stage=stage) for a in row] == actions
-    forwards = spread_replicas(plan.graph)
+    forwards = assign_round_robin(plan.graph)
     order = forward_only(forwards)
     validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
 
@@ -191,7 +195,7 @@ def test_simulated_mirrors_start_together():
     costs = PlanCosts({a: durations(plan.graph)[a] for row in plan.actions for a in row
                        if a.type in COMPUTE})  # fmt: skip
     starts = {r.action: r.start_ms for r in simulate(plan, costs).records}
-    mirrored = plan.graph.layout.mirrored
+    mirrored = plan.graph.layout.mirror_stages
     for action, start in starts.items():
         if action.type in COMPUTE:
             first = action._replace(stage=mirrored[action.stage][0])

@@ -31,7 +31,7 @@ def modules(rng: random.Random, stages: int) -> list[ModuleLayers]:
         connector = trained or rng.random() < 0.5
         return ModuleLayers(
             name, kind, (1.0,) * layers, parts, (trained,) * layers,
-            pre_trainable=trained, post_trainable=connector,
+            embedding_trainable=trained, head_trainable=connector,
         )  # fmt: skip
 
     descriptions = [module("vision", "encoder", 8, True)]
@@ -208,7 +208,13 @@ def test_frozen_encoders_have_no_backward():
     trained_stages = {}
     for name, post in (("all", False), ("but the connector", True)):
         encoder = ModuleLayers(
-            "vision", "encoder", (1.0,) * 8, True, frozen, pre_trainable=False, post_trainable=post
+            "vision",
+            "encoder",
+            (1.0,) * 8,
+            True,
+            frozen,
+            embedding_trainable=False,
+            head_trainable=post,
         )
         layout = colocated_layout([encoder, llm], 4, slices={"vision": 2})
         graph = StageGraph(layout, 8, {"vision": (1,) * 8})

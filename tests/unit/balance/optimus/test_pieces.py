@@ -19,7 +19,7 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.plan import Launch
+from torchmm.pipelining.plan.plan import EncoderLaunch
 from torchmm.pipelining.schedules.classic import forward_only
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
@@ -103,7 +103,7 @@ def run_in_pieces(
     step = graph(parts=(1,))
     encoder, backbone = Action(ActionType.F, 0, 0), Action(ActionType.F, 4, 0)
     plan = lower_plan(forward_only(step), step, {}, training=False)
-    plan = replace(plan, launches={backbone: Launch((encoder,), tuple(pieces))})
+    plan = replace(plan, launches={backbone: EncoderLaunch((encoder,), tuple(pieces))})
     ahead = Ahead(plan, {ActionType.F: lambda a: work() if a == encoder else llm()}, hooks, CPU)
     with ahead.active() as handlers:
         handlers[ActionType.F](backbone)
@@ -118,7 +118,7 @@ def test_pieces_compute_the_same_as_layers(tower, recompute):
     expected = run(encoder, inputs)
     model, encoder = build(tower)
     hooks = LayerHooks()
-    stop_in_layers(encoder, hooks.between("encoder"), sends=False)
+    stop_in_layers(encoder, hooks.hook_for("encoder"), sends=False)
     apply_activation_checkpoint(encoder, recompute)
     outputs = []
     launched = 0
@@ -129,7 +129,7 @@ def test_pieces_compute_the_same_as_layers(tower, recompute):
             # Run a different backward pass in between, which must not run the backward of the
             # encoder.
             other = torch.ones(3, requires_grad=True)
-            other.register_hook(lambda _: hooks.between("llm")())
+            other.register_hook(lambda _: hooks.hook_for("llm")())
             (other * launched).sum().backward()
             launched += 1
             if not outputs:
@@ -151,7 +151,7 @@ def test_encoder_outside_thread_does_not_stop():
     _, encoder = build("clip")
     inputs = inputs_of(encoder)
     hooks = LayerHooks()
-    stop_in_layers(encoder, hooks.between("encoder"), sends=False)
+    stop_in_layers(encoder, hooks.hook_for("encoder"), sends=False)
     run(encoder, inputs)
     run_in_pieces(hooks, lambda: run(encoder, inputs), lambda: run(encoder, inputs), [])
 
@@ -162,35 +162,35 @@ def test_thread_runs_planned_pieces_and_exits():
     def work() -> None:
         for piece in range(6):
             done.append(piece)
-            hooks.between("encoder")()
+            hooks.hook_for("encoder")()
 
     def llm() -> None:
         for expected in (2, 2, 3, 3):  # the fourth collective has no pieces
-            hooks.between("llm")()
+            hooks.hook_for("llm")()
             assert done == list(range(expected))
 
     hooks = LayerHooks()
     threads = threading.active_count()
-    hooks.between("llm")()
+    hooks.hook_for("llm")()
     run_in_pieces(hooks, work, llm, [2, 0, 1])
     assert done == list(range(6)), "the remaining pieces did not run"
     assert threading.active_count() == threads
-    hooks.between("llm")()
+    hooks.hook_for("llm")()
     assert done == list(range(6))
 
 
 def test_error_in_piece_reaches_caller():
     def work() -> None:
-        hooks.between("encoder")()
+        hooks.hook_for("encoder")()
         raise KeyError("failed piece")
 
     hooks = LayerHooks()
     threads = threading.active_count()
     with pytest.raises(KeyError, match="failed piece"):
-        run_in_pieces(hooks, work, lambda: [hooks.between("llm")() for _ in range(2)], [1, 1])
+        run_in_pieces(hooks, work, lambda: [hooks.hook_for("llm")() for _ in range(2)], [1, 1])
     assert threading.active_count() == threads
     with pytest.raises(KeyError, match="failed piece"):  # while the remaining pieces run
-        run_in_pieces(hooks, work, hooks.between("llm"), [1])
+        run_in_pieces(hooks, work, hooks.hook_for("llm"), [1])
 
 
 def test_thread_uses_grad_mode_of_caller():
@@ -199,6 +199,6 @@ def test_thread_uses_grad_mode_of_caller():
         hooks = LayerHooks()
         with torch.set_grad_enabled(enabled):
             run_in_pieces(
-                hooks, lambda: modes.append(torch.is_grad_enabled()), hooks.between("llm"), [1]
+                hooks, lambda: modes.append(torch.is_grad_enabled()), hooks.hook_for("llm"), [1]
             )
     assert modes == [False, True]

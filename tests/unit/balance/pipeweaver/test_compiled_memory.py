@@ -30,7 +30,7 @@ LAYERS = [("llama", WIDE), ("qwen3_5", NARROW)]
 OTHERS = [("gemma2", NARROW), ("gpt_oss", WIDE), ("siglip2", WIDE)]
 
 
-def kept_bytes(real: RealLayer, mode: str, compilation: Compilation | None) -> int:
+def saved_bytes(real: RealLayer, mode: str, compilation: Compilation | None) -> int:
     """Return bytes that autograd saves in a forward pass, without parameters and rotary tables."""
     forward = real.layer.forward
     apply_activation_checkpoint(real.module, mode, compilation)
@@ -61,8 +61,8 @@ def test_compiled_layer_saves_at_most_planned_bytes(family: str, dtype: torch.dt
     layer = real.description.layers[0]
     setting = Setting(Execution(), dtype.itemsize)
     (planned,) = layer_kept_bytes(layer, real.sizes, setting, weights=True)
-    assert kept_bytes(real, "none", None) == pytest.approx(planned, rel=0.03)
-    saved = kept_bytes(real, "none", Compilation(BACKEND))
+    assert saved_bytes(real, "none", None) == pytest.approx(planned, rel=0.03)
+    saved = saved_bytes(real, "none", Compilation(BACKEND))
     assert 0.35 * planned < saved <= 1.001 * planned  # shape values add a few bytes
 
 

@@ -144,7 +144,7 @@ class Audit:
                         first = turn if turn in allowed else next(iter(allowed), None)
                         assert action == allowed.get(first), f"rank {rank} takes {action}"
                         both += len(allowed) == 2
-                kept = self.costs.kept_bytes.get(task, 0)
+                kept = self.costs.saved_bytes.get(task, 0)
                 if action.type is F:
                     used += kept
                     assert self.costs.memory_limit_bytes is None or (
@@ -164,7 +164,7 @@ class Audit:
         heads = {kind: head for kind, head in heads.items() if head is not None}
         limit = self.costs.memory_limit_bytes
         if F in heads and limit is not None:
-            used += self.costs.kept_bytes.get(Task(*heads[F][1:4]), 0)
+            used += self.costs.saved_bytes.get(Task(*heads[F][1:4]), 0)
             return heads if used <= limit else {B: heads[B]} if B in heads else {}
         return heads
 
@@ -217,7 +217,7 @@ def test_many_segments_are_dispatched():
 def test_insufficient_memory_is_reported_with_reasons():
     graph = pipeline(2, [0, 0])
     kept = {task: 7 for task in graph.tasks()}
-    costs = even_costs(graph, kept_bytes=kept, static_bytes=(5, 2), memory_limit_bytes=10)
+    costs = even_costs(graph, saved_bytes=kept, static_bytes=(5, 2), memory_limit_bytes=10)
     done = Dispatcher(graph, costs).dispatch()
     assert done.blocked and done.makespan_ms == math.inf
     assert done.blocked == (
@@ -230,7 +230,7 @@ def test_encoder_memory_can_block_the_llm():
     # All encoders run first. Rank 0 then lacks memory for the LLM, so no backward pass can start.
     graph = pipeline(2, [1, 1, 1])
     kept = {task: 1 for task in graph.tasks()}
-    costs = even_costs(graph, kept_bytes=kept, memory_limit_bytes=3)
+    costs = even_costs(graph, saved_bytes=kept, memory_limit_bytes=3)
     dispatcher = Dispatcher(graph, costs)
     encoders = [i for i, s in enumerate(dispatcher.segments) if s.module == "vision"]
     llm_segments = [i for i, s in enumerate(dispatcher.segments) if s.module == "llm"]
@@ -278,7 +278,7 @@ def test_invalid_costs_are_reported_together():
     bad = PlanCosts(
         compute,
         transfer_ms={(Message(2, 3, 0), True): -1.0},
-        kept_bytes={Task(2, 1): -7},
+        saved_bytes={Task(2, 1): -7},
         static_bytes=(1,),
     )
     with pytest.raises(SimulationError) as caught:

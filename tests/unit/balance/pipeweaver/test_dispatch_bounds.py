@@ -42,7 +42,7 @@ def test_bound_holds_for_uniform_ranks():
         for action in compute:
             if graph.layout.stages[action.stage].module == "vision":
                 compute[action] *= 1 + (action.microbatch * 5 + action.sub_microbatch) % 3 / 4
-        costs = PlanCosts(compute, kept_bytes=kept, memory_limit_bytes=limit)
+        costs = PlanCosts(compute, saved_bytes=kept, memory_limit_bytes=limit)
         dispatcher = Dispatcher(graph, costs)
         bound_ms = lower_bound_ms(dispatcher)
         busy_ms = sum(compute[a] for a in compute if graph.layout.stages[a.stage].ranks == (0,))
@@ -82,8 +82,8 @@ def test_bound_includes_llm_ramp_times():
 
 
 def test_bound_holds_for_frozen_encoder():
-    graph = pipeline(2, [0, 1], trainable=(False, False), pre_trainable=False,
-                     post_trainable=False)  # fmt: skip
+    graph = pipeline(2, [0, 1], trainable=(False, False), embedding_trainable=False,
+                     head_trainable=False)  # fmt: skip
     frozen = graph.layout.stages[0]
     assert not frozen.trainable
     dispatcher = Dispatcher(graph, even_costs(graph))

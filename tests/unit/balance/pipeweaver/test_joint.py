@@ -94,7 +94,7 @@ def test_sufficient_memory_needs_no_tuning(step):
     assert result.order == free.search(BUDGET.part(0.5), SETTINGS).order or (
         result.predicted_ms <= free.search(BUDGET.part(0.5), SETTINGS).predicted_ms
     )
-    assert plenty.dispatcher.costs.kept_bytes == step.costs.kept_bytes
+    assert plenty.dispatcher.costs.saved_bytes == step.costs.saved_bytes
 
 
 def test_equal_budgets_find_equal_orders(step, limits):

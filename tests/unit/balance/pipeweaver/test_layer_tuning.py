@@ -110,12 +110,12 @@ def test_uniform_mode_matches_module_costs(case, mode):
         for costs in (charged_costs, expected)
     )
     assert charged_ms == pytest.approx(expected_ms)
-    assert charged_costs.kept_bytes == pytest.approx(expected.kept_bytes, abs=2)
-    assert charged_costs.kept_for_weights_bytes == pytest.approx(
-        expected.kept_for_weights_bytes, abs=2
+    assert charged_costs.saved_bytes == pytest.approx(expected.saved_bytes, abs=2)
+    assert charged_costs.saved_for_weights_bytes == pytest.approx(
+        expected.saved_for_weights_bytes, abs=2
     )
     if mode == "none":
-        assert charged_costs.kept_bytes == expected.kept_bytes
+        assert charged_costs.saved_bytes == expected.saved_bytes
 
 
 @pytest.mark.parametrize("split", [0.0, 0.6])
@@ -187,7 +187,10 @@ def test_mirrors_choose_the_same_modes(monkeypatch):
         assert result.plan.recompute and max(result.peak_bytes) <= limit
         assert simulate(result.plan, result.costs).fits
         modes_of_tasks = [
-            [result.plan.recompute.get(task._replace(stage=s)) for s in layout.mirrored[task.stage]]
+            [
+                result.plan.recompute.get(task._replace(stage=s))
+                for s in layout.mirror_stages[task.stage]
+            ]
             for task in step.graph.tasks()
         ]
         return sum(len(set(modes)) > 1 for modes in modes_of_tasks)
@@ -365,7 +368,7 @@ def test_published_models_match_uniform_mode_costs(name, mode):
     )
     uniform = plan_costs(graph, simulator.modules, metas, uniform_model)
     for task in recompute:
-        assert charged_costs.kept_bytes[task] == pytest.approx(uniform.kept_bytes[task], abs=2)
+        assert charged_costs.saved_bytes[task] == pytest.approx(uniform.saved_bytes[task], abs=2)
         for kind in (ActionType.F, ActionType.B):
             action = Action(kind, *task)
             assert charged_costs.compute_ms[action] == pytest.approx(uniform.compute_ms[action])

@@ -77,7 +77,11 @@ def test_sub_microbatch_size_is_smallest_efficient():
     modules, _ = described("efficient")
     metas = [m.meta for seed in range(30) for m in step_of(case, seed)[0]]
     image = KINDS["clip"].grids[0]
-    by_count = {meta.images_of("vision"): meta for meta in metas if meta.images_of("vision")}
+    by_count = {
+        meta.module_image_count("vision"): meta
+        for meta in metas
+        if meta.module_image_count("vision")
+    }
     assert image and sorted(by_count) == [1, 2, 3, 5]
     layout = separated_layout(
         [ModuleLayers(m.name, m.kind, (1.0,) * len(m.layers), m.kind != "llm") for m in modules], 1

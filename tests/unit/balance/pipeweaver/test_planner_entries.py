@@ -11,7 +11,7 @@ from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
 from torchmm.balance.pipeweaver import measuring, planners
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -29,7 +29,7 @@ TUNED = ActivationCheckpointConfig(mode="auto")
 
 
 def planner_name(recipe: Recipe, pipeline_size: int) -> str:
-    return find_planner(Resolved(recipe, 1, MeshSizes(1, 1, 1, 1), {}), pipeline_size).name
+    return find_planner(ResolvedRecipe(recipe, 1, MeshSizes(1, 1, 1, 1), {}), pipeline_size).name
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "csv:order.csv"])

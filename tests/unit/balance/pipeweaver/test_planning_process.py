@@ -22,7 +22,7 @@ from torchmm.costs.flops import module_layers, task_durations
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.plan.serialization import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
@@ -79,7 +79,7 @@ def test_process_plans_the_requested_step(process):
     assert (statistics["planner"], statistics["planner_evaluations"]) == ("search", 60)
     assert statistics["speedup_over_default_order"] >= 0
     graph = step_graph(setup(60).layout, config(60), metas(HARD))
-    plan = decode_plan(planned.numbers, graph, lambda graph: {})
+    plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
 
 
@@ -109,7 +109,7 @@ def test_optimus_plan_includes_encoder_replicas():
         process.close()
     assert planned.finished and planned.statistics["planner"].startswith("optimus ")
     graph = step_graph(setup_.layout, section, metas(1))
-    plan = decode_plan(planned.numbers, graph, lambda graph: {})
+    plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
     costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
     *coarse, best = optimus_orders(section, graph, costs, "none")
@@ -134,7 +134,7 @@ def test_process_tunes_layers_to_memory_limit():
     limited = replace(tuning, memory_limit_bytes=(minimum + maximum) // 2)
     process = start(replace(setup_, sizes=sizes, tuning=limited))
     process.submit(1, request(1, 1))
-    plan = decode_plan(process.take(1, WAIT_S).numbers, graph, lambda graph: specs)
+    plan = decode_plan(process.take(1, WAIT_S).encoded_plan, graph, lambda graph: specs)
     process.close()
     assert validate_plan(plan).problems == ()
     assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}

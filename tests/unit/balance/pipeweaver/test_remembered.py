@@ -13,7 +13,7 @@ from torchmm.balance.pipeweaver.order_search.search import Budget, search
 
 def step(counts):
     graph = pipeline(3, counts, 2)
-    costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
+    costs = even_costs(graph, encoder_ms=1.7, saved_bytes=dict.fromkeys(graph.tasks(), 1))
     return Dispatcher(graph, replace(costs, flops=costs.compute_ms, memory_limit_bytes=12))
 
 

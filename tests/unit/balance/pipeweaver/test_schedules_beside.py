@@ -23,7 +23,7 @@ from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common import step_process
 from torchmm.common.step_process import Priority, StepProcessError
 from torchmm.pipelining.plan.actions import ActionType
-from torchmm.pipelining.plan.numbers import encode_plan
+from torchmm.pipelining.plan.serialization import encode_plan
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.mesh_sizes import MeshSizes
@@ -158,7 +158,7 @@ class LeaderUnderTest:
         )
         request = PlanRequest(self.number, metas(seed), measured)
         expected = work.plan_before_step(self.setup, request)
-        np.testing.assert_array_equal(planned.numbers, expected.numbers)
+        np.testing.assert_array_equal(planned.encoded_plan, expected.numbers)
         return planned.statistics["planner_ms"] == -1.0
 
 

@@ -34,7 +34,7 @@ def skewed(seed: int, microbatches: int = 8, limit: int | None = None) -> Dispat
     rng = random.Random(seed)
     counts = [rng.choice((0, 0, 1, 2, 4)) for _ in range(microbatches)]
     graph = pipeline(3, counts, 2)
-    costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
+    costs = even_costs(graph, encoder_ms=1.7, saved_bytes=dict.fromkeys(graph.tasks(), 1))
     return Dispatcher(graph, replace(costs, memory_limit_bytes=limit))
 
 
@@ -253,7 +253,7 @@ def test_searched_single_pipeline_beats_1f1b():
         layout = megatron_layout([encoder, llm], 2)
         graph = StageGraph(layout, 6, {"vision": tuple(rng.randint(0, 1) for _ in range(6))})
         kept = dict.fromkeys(graph.tasks(), 1)
-        free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), kept_bytes=kept)
+        free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), saved_bytes=kept)
         costs = limited_like_separated(graph, free)
         planned = StepSearch(graph, costs).search(Budget(evaluations=50), Settings(seed))
         timed = time_order(Dispatcher(graph, costs), interleaved_1f1b(graph))

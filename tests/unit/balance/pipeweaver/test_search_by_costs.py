@@ -20,7 +20,7 @@ CONFIG = ParallelConfig.model_validate(
 
 def test_orders_fit_into_memory_fraction():
     graph = pipeline(3, [0, 4, 1, 0, 2, 4, 0, 1], 2)
-    costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
+    costs = even_costs(graph, encoder_ms=1.7, saved_bytes=dict.fromkeys(graph.tasks(), 1))
     used = []
     for limit in (12, 20, 1000):
         result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
@@ -38,7 +38,7 @@ def test_orders_fit_into_memory_fraction():
 @pytest.mark.parametrize("limit", [1, 2])
 def test_unsatisfiable_step_uses_separated_memory(limit):
     graph = pipeline(3, [0, 4, 1], 2)
-    costs = even_costs(graph, kept_bytes=dict.fromkeys(graph.tasks(), 5))
+    costs = even_costs(graph, saved_bytes=dict.fromkeys(graph.tasks(), 5))
     result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
     separated_costs = limited_like_separated(graph, costs)
     assert max(result.peak_bytes) <= separated_costs.memory_limit_bytes

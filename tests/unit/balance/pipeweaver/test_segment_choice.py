@@ -25,7 +25,7 @@ from torchmm.balance.pipeweaver.segments import (
 from torchmm.balance.run_costs import run_costs, simulated_profile
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
@@ -39,7 +39,9 @@ def chosen_parallel(profile: Profile | None = None, **parallel: object) -> Paral
     recipe = Recipe.model_validate({"parallel": parallel})
     modules, metas = described()
     ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)
-    costs = run_costs(resolve(recipe, ranks), modules, PROFILE if profile is None else profile)
+    costs = run_costs(
+        resolve_recipe(recipe, ranks), modules, PROFILE if profile is None else profile
+    )
     return with_segments(recipe.parallel, modules, metas, costs)
 
 
@@ -52,7 +54,7 @@ def test_open_segments_are_chosen():
     parallel = chosen_parallel(pipeline=2, schedule="searched")
     _, metas = described()
     assert set(parallel.modules) == {"vision", "llm"}
-    max_images = max(meta.images_of("vision") for meta in metas)
+    max_images = max(meta.module_image_count("vision") for meta in metas)
     assert 1 <= parallel.sub_microbatch_images("vision") <= max_images
     assert 1 in (parallel.segments("vision"), parallel.segments("llm"))
 
@@ -107,7 +109,7 @@ def test_memory_check_includes_optimizer_sharding(shard, fits):
     parallel = chosen_parallel(
         pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"}
     )
-    costs = run_costs(resolve(Recipe(parallel=parallel), 2 * shard), modules, small)
+    costs = run_costs(resolve_recipe(Recipe(parallel=parallel), 2 * shard), modules, small)
     assert isfinite(_predicted_ms(parallel, modules, metas, costs)) == fits
 
 

@@ -11,7 +11,7 @@ from tuned_steps import TunedStep
 from torchmm.common.batch import Microbatch
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.layouts import StageSplit, build_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 WIDE = {"hidden_size": 192, "intermediate_size": 512}
@@ -44,7 +44,10 @@ class Step(TunedStep):
         self.case = WideCase(
             f"memory {encoder}", encoder=encoder, recompute="auto", tied=False, freeze=freeze
         )
-        cuts = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
+        cuts = {
+            "vision": [StageSplit(n, (0,)) for n in (1, 3)],
+            "llm": [StageSplit(n, (0,)) for n in (2, 2)],
+        }
         layout = build_layout(self.case.modules(), cuts)
         super().__init__(*built(self.case, layout), layout)
 

@@ -11,7 +11,7 @@ from torchmm.balance.run_costs import simulated_profile
 from torchmm.balance.search.placement import with_arrangement
 from torchmm.balance.search.space import Plan, planned_recipe
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import Resolved, resolve
+from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -41,7 +41,7 @@ def forecaster(recipe: Recipe, sample: StepSample | None = None) -> Forecaster:
     return Forecaster(recipe, GPUS, simulated_profile(recipe), sample=sample)
 
 
-def chosen_values(run: Resolved) -> tuple[str, str]:
+def chosen_values(run: ResolvedRecipe) -> tuple[str, str]:
     return run.recipe.data.reorder, run.recipe.data.balance
 
 
@@ -61,7 +61,7 @@ def test_auto_chooses_fastest_simulated_step(sample):
     text = f"images (simulated step with it {chosen_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
     assert simulator.run.choices["data.balance"] == text
     # All ranks choose the same values, with the model that they have built.
-    run = with_arrangement(resolve(read(), GPUS), sample.model)
+    run = with_arrangement(resolve_recipe(read(), GPUS), sample.model)
     assert (chosen_values(run), run.choices) == (
         chosen_values(simulator.run),
         simulator.run.choices,
@@ -100,7 +100,7 @@ def test_auto_considers_exchange_time(sample, monkeypatch):
 def test_auto_is_none_for_unsupported_recipes(sample, changes, expected, reason):
     overrides = [f"--{key}={value}" for key, value in (PLAIN | changes).items()]
     recipe = load_recipe(VLM_S, overrides).recipe
-    run = with_arrangement(resolve(recipe, GPUS), sample.model)
+    run = with_arrangement(resolve_recipe(recipe, GPUS), sample.model)
     assert chosen_values(run) == expected
     assert reason in run.choices["data.balance"]
 
@@ -120,7 +120,7 @@ def test_auto_requires_a_simulation(sample, monkeypatch):
         raise ConfigError("data.sources: no sizes")
 
     monkeypatch.setattr(Forecaster, "forecast", fail)
-    run = with_arrangement(resolve(read(), GPUS), sample.model)
+    run = with_arrangement(resolve_recipe(read(), GPUS), sample.model)
     assert chosen_values(run) == ("none", "none")
     assert "no simulation: data.sources: no sizes" in run.choices["data.balance"]
 

@@ -16,7 +16,7 @@ from torchmm.balance.schedules import search_by_costs
 from torchmm.balance.step_plans import searched_costs
 from torchmm.costs.flops import task_durations
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
-from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.plan.serialization import decode_plan
 from torchmm.recipe.read import load_recipe
 
 ROOT = Path(__file__).parents[4]
@@ -62,7 +62,7 @@ def test_run_executes_simulated_plan(forecaster):
     finally:
         process.close()
     assert planned.finished and planned.statistics["planner_evaluations"] == EVALUATIONS
-    executed = decode_plan(planned.numbers, graph, lambda graph: {})
+    executed = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     assert compute_orders(executed) == compute_orders(step.plan)
     # Check that different costs lead to a different order.
     flops = searched_costs(graph, modules, metas, costs)
@@ -85,7 +85,7 @@ def test_measured_rates_scale_each_action_type(forecaster):
             assert ms == pytest.approx(rates[kind] * work[kind])
     # Within a type, actions have the ratios of the cost model, not of FLOPs. Bytes and transfers do
     # not change.
-    assert measured.kept_bytes == plain.kept_bytes
+    assert measured.saved_bytes == plain.saved_bytes
     assert measured.transfer_ms == plain.transfer_ms
     forwards = [a for a in plain.compute_ms if (a.stage, a.type) == (0, ActionType.F)]
     ratios = {round(measured.compute_ms[a] / plain.compute_ms[a], 6) for a in forwards}

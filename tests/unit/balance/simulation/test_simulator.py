@@ -16,9 +16,9 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, Stag
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
+from torchmm.pipelining.schedules.registry import ORDERS, schedule_layout
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.pipelining.view.timeline import simulate_order
 
 T = ActionType
 
@@ -89,7 +89,7 @@ def test_simulation_without_transfers_matches_plots():
         plan = random_plan(seed)
         costs = replace(random_costs(plan, seed), transfer_ms={}, gather_ms={}, reduce_ms={})
         compute_records = [r for r in simulate(plan, costs).records if r.action.type in COMPUTE]
-        plotted = uniform_timeline(plan.actions, plan.graph, costs.compute_ms.__getitem__)
+        plotted = simulate_order(plan.actions, plan.graph, costs.compute_ms.__getitem__)
         plotted = {(r.rank, r.action): (r.start_ms, r.end_ms) for r in plotted}
         for rank, action, start_ms, end_ms in compute_records:
             assert (start_ms, end_ms) == pytest.approx(plotted[rank, action], abs=1e-6), seed
@@ -178,9 +178,9 @@ def test_memory_peaks_match_naive_recount():
         plan = random_plan(seed)
         costs = random_costs(plan, seed)
         backward = plan.graph.needs_backward
-        kept = {t: n for t, n in costs.kept_bytes.items() if backward(t.stage, t.microbatch)}
-        later = {t: n for t, n in costs.kept_for_weights_bytes.items() if t in kept}
-        costs = replace(costs, kept_bytes=kept, kept_for_weights_bytes=later)
+        kept = {t: n for t, n in costs.saved_bytes.items() if backward(t.stage, t.microbatch)}
+        later = {t: n for t, n in costs.saved_for_weights_bytes.items() if t in kept}
+        costs = replace(costs, saved_bytes=kept, saved_for_weights_bytes=later)
         model = MemoryModel(
             lambda t, kept=kept: kept.get(t, 0),
             lambda t, later=later: later[t],
@@ -195,25 +195,25 @@ def test_memory_peaks_match_naive_recount():
 
 
 def test_forward_without_backward_frees_its_memory():
-    llm = ModuleLayers("llm", "llm", (1.0,) * 2, trainable=(False, True), pre_trainable=False)
+    llm = ModuleLayers("llm", "llm", (1.0,) * 2, trainable=(False, True), embedding_trainable=False)
     graph = StageGraph(schedule_layout("1f1b", [llm], 2), 3)
     plan = lower_plan(ORDERS["1f1b"](graph), graph, {})
     kept = {task: 10 for task in graph.tasks()}
-    step = simulate(plan, flat_costs(plan, kept_bytes=kept, static_bytes=(5, 7)))
+    step = simulate(plan, flat_costs(plan, saved_bytes=kept, static_bytes=(5, 7)))
     assert step.peak_bytes == (15, 17)
     assert step.memory[0].times_ms.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
 def test_update_memory_can_exceed_the_peak():
     plan = llm_plan("1f1b", 2, 2)
-    costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
+    costs = flat_costs(plan, saved_bytes={task: 10 for task in plan.graph.tasks()})
     step = simulate(plan, replace(costs, update_bytes=(15, 25), memory_limit_bytes=24))
     assert step.peak_bytes == (20, 25) and not step.fits
 
 
 def test_step_fits_up_to_its_limit():
     plan = llm_plan("1f1b", 2, 2)
-    costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
+    costs = flat_costs(plan, saved_bytes={task: 10 for task in plan.graph.tasks()})
     peak = max(simulate(plan, costs).peak_bytes)
     assert peak == 20
     assert simulate(plan, costs).fits
@@ -245,8 +245,8 @@ def test_all_cost_problems_are_reported():
         tensor_ms={Action(T.F, 1, 0): 3.0, Action(T.B, 1, 0): -1.0},
         reduce_ms={1: math.inf},
         transfer_ms={(Message(0, 1, 0), False): -0.5},
-        kept_bytes={Task(0, 0): 4, Task(0, 1): -4},
-        kept_for_weights_bytes={Task(0, 0): -5},
+        saved_bytes={Task(0, 0): 4, Task(0, 1): -4},
+        saved_for_weights_bytes={Task(0, 0): -5},
         static_bytes=(1, 2, -3),
         memory_limit_bytes=0,
     )
@@ -299,8 +299,8 @@ def test_memory_for_weights_can_exceed_forward_memory():
     plan = lower_plan(ORDERS["zero_bubble"](graph), graph, {})
     costs = flat_costs(
         plan,
-        kept_bytes={task: 10 for task in graph.tasks()},
-        kept_for_weights_bytes={task: 16 for task in graph.tasks()},
+        saved_bytes={task: 10 for task in graph.tasks()},
+        saved_for_weights_bytes={task: 16 for task in graph.tasks()},
     )
     step = simulate(plan, costs)
     assert step.peak_bytes == (10, 16)  # the first stage has no I action

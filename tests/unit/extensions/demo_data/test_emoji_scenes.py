@@ -11,7 +11,7 @@ import pytest
 from data_cases import encode
 from PIL import Image
 
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.media.images import to_rgb
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import emoji_scenes
@@ -99,6 +99,6 @@ def test_exchanged_images_never_match_captions(prepared):
 
 def test_scenes_are_reproducible_with_license(prepared, packages, tmp_path):
     emoji_scenes.prepare(tmp_path, packages, OPTIONS)
-    first, again = (read_prepared(path)["emoji_scenes"] for path in (prepared, tmp_path))
+    first, again = (read_prepared_manifest(path)["emoji_scenes"] for path in (prepared, tmp_path))
     assert first == again and "CC-BY-4.0" in first["licence"]
     assert first["counts"]["train"] == 1500 and first["counts"]["exchanged"] == 60

@@ -11,7 +11,7 @@ import pytest
 from data_cases import png
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import (
     gimp_manual,
@@ -137,7 +137,7 @@ def test_stamps_are_split_by_image_and_recorded(tmp_path, stamp_packages):
     assert not files["train"] & files["validation"] and len(files["validation"]) > 0
     assert len(rows["train"]) + len(rows["validation"]) == 120
     assert {row["text"] for row in rows["train"]} >= {"Animal 1.", "Tier 1."}
-    entry = read_prepared(output)["tuxpaint_stamps"]
+    entry = read_prepared_manifest(output)["tuxpaint_stamps"]
     assert entry["licence"] == "GPL-2" and entry["counts"]["images"] == 60
     assert entry["packages"][0]["version"] == "1.0"
     assert set(entry["sha256"]) == {

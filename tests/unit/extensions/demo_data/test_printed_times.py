@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image, ImageChops
 
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.media.images import to_rgb
 from torchmm.data.sources.map_sources import open_map_source
 from torchmm.extensions.demo_data import printed_times, tokenizer
@@ -50,7 +50,7 @@ def test_printed_time_is_inside_image(prepared):
 
 def test_printed_times_are_reproducible(prepared, tmp_path):
     printed_times.prepare(tmp_path, tmp_path, OPTIONS)
-    first, again = (read_prepared(path)["printed_times"] for path in (prepared, tmp_path))
+    first, again = (read_prepared_manifest(path)["printed_times"] for path in (prepared, tmp_path))
     assert first == again
 
 

@@ -10,7 +10,12 @@ import torch
 from PIL import Image
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
-from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.generated import (
+    TARGET_PIXEL_VALUES,
+    GeneratedMeta,
+    GeneratorInputs,
+    GeneratorSpec,
+)
 from torchmm.data.loader import StepBatch
 from torchmm.extensions.evaluation.generated_images import held_out_target_images, to_frames
 from torchmm.extensions.evaluation.sample_plots import plot_generated_images
@@ -34,7 +39,7 @@ def microbatch(counts: list[int]) -> Microbatch:
             [4 * i + torch.tensor([0, 1]).repeat(n) for i, n in enumerate(counts)]
         ),
         contexts=[2] * count,
-        counted=[True] * count,
+        in_loss=[True] * count,
     )
     ids = torch.arange(tokens)
     starts = list(range(0, tokens + 1, 4))
@@ -64,7 +69,7 @@ def test_patches_convert_back_to_image():
     meta = GeneratedMeta((1, 2, 2), 1)
     targets = DiffusionImages(GeneratorSpec(8, 4), seed=0, max_pixels=100)
     decoded = targets.decode(stream.getvalue(), meta, 1, ("s", 0, 0, 0))
-    pixels = DRAWN.look_up(torch.from_numpy(decoded.patches_PV))
+    pixels = TARGET_PIXEL_VALUES.look_up(torch.from_numpy(decoded.patches_PV))
     (frame,) = to_frames(pixels, meta.grid_thw, 4)
     assert np.array_equal(np.asarray(frame), levels)
 

@@ -23,7 +23,7 @@ from data_cases import (
 )
 from PIL import Image
 
-from torchmm.common.batch import even_ranges
+from torchmm.common.batch import split_evenly
 from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
@@ -164,7 +164,7 @@ def test_latent_noise_has_width_of_latents(make):
             )
             assert time == before[0] and np.array_equal(pixels, before[2])
     inputs = next(m.generator for b in iter(make(spec=sampled)) for m in b.microbatches)
-    assert torch.equal(inputs.drawn_noise_PV, inputs.noise_PV[:, :8])
+    assert torch.equal(inputs.target_noise_PV, inputs.noise_PV[:, :8])
     assert torch.equal(inputs.latent_noise_PV, inputs.noise_PV[:, 8:])
     assert inputs.select(range(1)).latent_values == 8 and not inputs.encoded
 
@@ -228,7 +228,7 @@ def test_corrupt_target_image_is_excluded_from_loss(make, tmp_path):
     assert batch.skipped
     for microbatch in batch.microbatches:
         counted = [s.index % 2 == 1 for s in microbatch.meta.samples for _ in s.generated]
-        assert microbatch.generator.counted == counted
+        assert microbatch.generator.in_loss == counted
         assert microbatch.generated_count == sum(counted)
         assert len(microbatch.generator.context_positions_K) == sum(microbatch.generator.contexts)
 
@@ -253,7 +253,7 @@ def test_selected_images_are_consecutive_views(make):
         (m.generator for b in islice(iter(make()), 3) for m in b.microbatches if m.generator),
         key=lambda g: len(g.contexts),
     )
-    parts = [inputs.select(r) for r in even_ranges(len(inputs.contexts), 2)]
+    parts = [inputs.select(r) for r in split_evenly(len(inputs.contexts), 2)]
     for name in ("patches_PV", "noise_PV", "context_positions_K"):
         joined = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(joined, getattr(inputs, name))

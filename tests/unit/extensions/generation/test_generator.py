@@ -114,13 +114,13 @@ def test_velocity_depends_on_frame_order_and_content(model):
 
 def test_excluded_images_have_no_loss_and_gradient(model):
     inputs, features = generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS).requires_grad_()
-    inputs.counted = [False, True]
+    inputs.in_loss = [False, True]
     loss = model.generator(inputs, features)
     loss.backward()
     second_loss = model.generator(inputs.select(range(1, 2)), features[5:])
     assert loss.item() == pytest.approx(second_loss.item(), rel=1e-5)
     assert features.grad[:5].norm() == 0 < features.grad[5:].norm()
-    inputs.counted = [False, False]
+    inputs.in_loss = [False, False]
     assert model.generator(inputs, features).item() == 0
 
 
@@ -232,7 +232,9 @@ def test_generator_description_and_message_shapes(model):
     assert not any(layer.rotary for layer in described.layers)
     assert described.parameters == sum(p.numel() for p in model.generator.parameters())
     parts = sum(layer.parameters for layer in described.layers)
-    assert described.parameters == parts + described.pre_parameters + described.post_parameters
+    assert (
+        described.parameters == parts + described.embedding_parameters + described.head_parameters
+    )
     inputs, features = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS), context(MIXED_CONTEXTS)
     first = copy.deepcopy(model.generator)
     first.is_last = False

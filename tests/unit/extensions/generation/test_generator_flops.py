@@ -51,9 +51,11 @@ def test_generator_layers_have_costs_for_splitting() -> None:
     modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
     layers = module_layers(modules, [META])[-1]
     assert layers.kind == "generator" and layers.sub_microbatched
-    assert len(layers.costs) == 3 and min(layers.costs) > 0 < min(layers.pre_cost, layers.post_cost)
+    assert len(layers.costs) == 3 and min(layers.costs) > 0 < min(
+        layers.embedding_cost, layers.head_cost
+    )
     flops = microbatch_flops(modules, META)["generator"]
-    total = sum(layers.costs) + layers.pre_cost + layers.post_cost
+    total = sum(layers.costs) + layers.embedding_cost + layers.head_cost
     assert total == pytest.approx(flops.forward + flops.backward, rel=1e-6)
 
 

@@ -65,7 +65,7 @@ def diffusers_models(model: MultimodalModel) -> tuple:
 def reference_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
     """Return the latent flow matching loss, computed independently on complete images."""
     pixels = to_images(inputs.patches_PV, (len(inputs.times), 4, 4), 4)
-    noise = to_images(inputs.drawn_noise_PV, (len(inputs.times), 4, 4), 2)
+    noise = to_images(inputs.target_noise_PV, (len(inputs.times), 4, 4), 2)
     with torch.no_grad():
         posterior = vae.encode(pixels).latent_dist
         latents = posterior.mode()
@@ -144,8 +144,8 @@ def test_generated_latents_decode_as_diffusers(model):
         generator_inputs(GRIDS, CONTEXTS, latents=latent_mode(model)),
         context(CONTEXTS),
     )
-    noisy = inputs.drawn_noise_PV
-    now = dataclasses.replace(inputs, patches_PV=noisy, noise_PV=noisy, encoded=True)
+    noisy = inputs.target_noise_PV
+    now = dataclasses.replace(inputs, patches_PV=noisy, noise_PV=noisy, is_encoded=True)
     with torch.no_grad():
         velocity = model.generator.velocity(now, features)
         pixels = model.generator.decode_latents(now, features)
@@ -199,9 +199,9 @@ def test_autoencoder_loads_and_stays_frozen(tmp_path):
         half = "encoder" if name.startswith(("encoder", "quant")) else "decoder"
         assert torch.equal(model.generator.get_parameter(f"latent_{half}.{name}"), value), name
     described = model.generator.describe()
-    assert sum(described.given_parameters) == sum(p.numel() for p in vae.parameters())
+    assert sum(described.autoencoder_parameters) == sum(p.numel() for p in vae.parameters())
     total, trained = model.parameter_counts()["generator"]
-    assert total - trained == sum(described.given_parameters)
+    assert total - trained == sum(described.autoencoder_parameters)
 
 
 def test_old_attention_names_of_autoencoder_load(tmp_path):
@@ -293,7 +293,7 @@ def test_encoding_flops_match_torch_counter(model):
         inputs.patches_PV, inputs.grids_thw, inputs.latent_noise_PV
     )
     encoded_inputs = dataclasses.replace(
-        inputs, patches_PV=encoded, noise_PV=inputs.drawn_noise_PV, encoded=True
+        inputs, patches_PV=encoded, noise_PV=inputs.target_noise_PV, is_encoded=True
     )
     with torch.no_grad():
         counted, loss = count_flops(lambda: model.generator(inputs, features))

@@ -33,7 +33,7 @@ from test_video import make_video
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.common.row_slices import Reads, Share
+from torchmm.common.sequence_slices import DecodeAssignment, RankShare
 from torchmm.data.build import build_loader
 from torchmm.data.sources.open import open_samples
 from torchmm.extensions.remote.producers.rpc import (
@@ -143,7 +143,7 @@ def test_producer_videos_match_local_workers(site, spec):
     expected = take(local, 3)
     assert take(remote, 3) == expected
     metas = [meta for batch, _, _ in expected for *_, meta in batch]
-    frames = {i.frames for meta in metas for i in meta.images_read_by("vision") if i.duration_ms}
+    frames = {i.frames for meta in metas for i in meta.images_of_encoder("vision") if i.duration_ms}
     assert frames == ({2, 4} if spec is QWEN else {1})
     assert any("videos[2]" in message for _, skipped, _ in expected for message in skipped)
 
@@ -290,7 +290,7 @@ def test_remote_producers_require_certificate_and_token(bind, encrypted, token, 
 def test_malformed_request_is_rejected(data):
     with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 6|column"):
         decode_request(data)
-    reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
+    reads = DecodeAssignment({"vision": RankShare(1, 2)}, RankShare(0, 4))
     for request in (SampleRequest("a", [[[]]]), SampleRequest("a", [[[]]], reads)):
         assert decode_request(encode_request(request)) == request
     assert PROTOCOL_VERSION == 6
@@ -404,7 +404,7 @@ def test_ranks_with_same_samples_share_decoding(site):
     """Check ranks of a replica that read no pixels, which send equal requests."""
     address = site.producer()
     work = site.opened[0].work
-    no_pixels = Reads({})
+    no_pixels = DecodeAssignment({})
     loaders = [site.loader(address, reads=no_pixels) for _ in range(3)]
     found = [take(loader, 2) for loader in loaders]
     assert found[0] == found[1] == found[2]

@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s
-from torchmm.pipelining.schedules.layouts import balanced_cuts
+from torchmm.pipelining.schedules.layouts import balanced_split
 
 Waiting = Literal["1f1b", "all", "some"]
 """Microbatches whose activations a schedule saves: as (interleaved) 1F1B, all, or at least those of
@@ -123,7 +123,7 @@ class UnitBound:
         """
         counted = self._cuts.get((pipeline, stages))
         if counted is None:
-            counts = np.array(balanced_cuts(self.layer_costs, pipeline * stages), float)
+            counts = np.array(balanced_split(self.layer_costs, pipeline * stages), float)
             by_stage = counts.reshape(stages, pipeline)
             layers_R = by_stage.sum(axis=0)
             before = float(by_stage[0, :-1].sum())

@@ -105,7 +105,7 @@ def cost_model_run(
         return Trial(
             costs.forward.total_ms / 1e3 + backward_N,
             backward_N,
-            costs.kept_bytes,
+            costs.saved_bytes,
             costs.workspace_bytes,
         )
 
@@ -158,7 +158,9 @@ def profile_units(
         parameters = stage_parameters(module, 0, len(module.layers), states=states)
         # The last message of an encoder is the widest, because it includes DeepStack features. An
         # LLM forwards these features only to its first layers.
-        width = module.layers[0].hidden_size * (1 + len(module.taps) * (module.kind == "encoder"))
+        width = module.layers[0].hidden_size * (
+            1 + len(module.deepstack_layers) * (module.kind == "encoder")
+        )
         sent_bytes = element_bytes * width * float(costs.units_N.mean())
         # Assume many shards for the all-gather of weights and the reduction of gradients.
         shards = MANY_NODES * profile.device.devices_per_node
@@ -170,14 +172,14 @@ def profile_units(
             module.kind,
             layers,
             {n: float(seconds_N.mean()) for n, seconds_N in costs.seconds.items()},
-            {n: float(kept_N.mean()) for n, kept_N in costs.kept_bytes.items()},
+            {n: float(kept_N.mean()) for n, kept_N in costs.saved_bytes.items()},
             unevenness=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
             replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
             sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
             surge_bytes={
-                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in costs.kept_bytes.items()
+                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in costs.saved_bytes.items()
             },
-            peak_bytes={n: float(kept_N.max()) for n, kept_N in costs.kept_bytes.items()},
+            peak_bytes={n: float(kept_N.max()) for n, kept_N in costs.saved_bytes.items()},
             workspace_bytes=costs.workspace_bytes,
             transfer_s=model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3,
             sync_s=sync_ms / 1e3,
@@ -193,7 +195,7 @@ class _PackCosts(NamedTuple):
 
     units_N: Float64s
     seconds: dict[int, Float64s]
-    kept_bytes: dict[int, Float64s]
+    saved_bytes: dict[int, Float64s]
     workspace_bytes: dict[int, float]
     """Temporary memory of the largest profiled pack."""
     has_backward: bool

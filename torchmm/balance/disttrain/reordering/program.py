@@ -9,7 +9,7 @@ compiled once per run, and only the durations change from step to step:
 
 An action starts when the previous action on its rank and all actions whose results it needs have
 ended. The times are bitwise identical to those of
-`torchmm.pipelining.view.timeline.uniform_timeline`.
+`torchmm.pipelining.view.timeline.simulate_order`.
 
 Actions are sorted by the last slot on which they depend. If slot s and later slots change, actions
 before the first action of slot s are unchanged, and a search does not evaluate them again.
@@ -33,7 +33,7 @@ from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGra
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
-from torchmm.pipelining.plan.transfers import Input, action_inputs
+from torchmm.pipelining.plan.transfers import ActionInput, action_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     zero_row = 2 * count * graph.microbatches
     operators = OperatorGraph()
     nodes: dict[tuple[ActionType, Task], int] = {}
-    waits: list[tuple[int, Input]] = []
+    waits: list[tuple[int, ActionInput]] = []
     slot_of: list[int] = []  # by operator
     row_of: list[int] = []
     for rank, row in enumerate(rows):

@@ -51,7 +51,7 @@ from torchmm.balance.disttrain.reordering.groups import balance_groups
 from torchmm.balance.disttrain.reordering.microbatches import makespans_ms, reorder_microbatches
 from torchmm.balance.disttrain.reordering.program import StepProgram, compile_order
 from torchmm.balance.disttrain.reordering.slices import slice_items
-from torchmm.common.batch import Arrangement, Imbalance, MicrobatchMeta
+from torchmm.common.batch import Imbalance, MicrobatchMeta, SequenceAssignment
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.layers import learns
@@ -221,7 +221,7 @@ class StepReorder:
         self._programs: dict[int, StepProgram | None] = {}
         self._steps: dict[int, StepProgram | None] = {}
 
-    def __call__(self, packs: Sequence[MicrobatchMeta]) -> Arrangement:
+    def __call__(self, packs: Sequence[MicrobatchMeta]) -> SequenceAssignment:
         """Return the best of several arrangements of the packs by group and microbatch.
 
         Args:
@@ -251,7 +251,7 @@ class StepReorder:
                 for candidate in (natural, best)
             )
             imbalance = Imbalance(*(candidate / mean for candidate in slowest))
-        return Arrangement(self._in_turn(best).tolist(), imbalance)
+        return SequenceAssignment(self._in_turn(best).tolist(), imbalance)
 
     def _judged(
         self, microbatches: Int64s, stages: PackTimes, chain: PackTimes

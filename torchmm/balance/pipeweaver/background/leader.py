@@ -34,7 +34,7 @@ from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.step_process import Priority, RestartingProcess, StepProcess
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import Upcoming
+from torchmm.planning.planner import NextStepMetas
 
 REMEMBERED = 5
 """Number of steps whose median time is the planning time of the next step."""
@@ -101,7 +101,7 @@ class PlanLeader:
         self,
         step: int,
         metas: Sequence[MicrobatchMeta],
-        upcoming: Upcoming,
+        upcoming: NextStepMetas,
         measured: Measured,
     ) -> PlannedStep:
         """Return the plan of a step that begins, and request the plan of the next step.
@@ -125,7 +125,7 @@ class PlanLeader:
         self._request(step + 1, upcoming, measured)
         if planned is not None and self._fits(planned, requested, own):
             return planned
-        with self._process.compute_here():
+        with self._process.compute_locally():
             return plan_before_step(self.setup, own, self._budget(measured))
 
     def remember(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
@@ -144,7 +144,7 @@ class PlanLeader:
         """Kill the process."""
         self._process.close()
 
-    def _request(self, step: int, upcoming: Upcoming, measured: Measured) -> None:
+    def _request(self, step: int, upcoming: NextStepMetas, measured: Measured) -> None:
         """Request the plan of a step, if its microbatches are known."""
         if step > self._steps or not self._process.accepts(step):
             return

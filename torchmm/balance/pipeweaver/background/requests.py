@@ -17,7 +17,7 @@ from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.pipelining.plan.plan import Gathering
+from torchmm.pipelining.plan.plan import UnshardMode
 from torchmm.pipelining.run.messages import MessageSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -43,7 +43,7 @@ class PlanningSetup:
     layout: StageLayout
     config: ParallelConfig
     modules: tuple[ModuleDescription, ...]
-    sharding: Gathering
+    sharding: UnshardMode
     model: CostModel | None
     sizes: Mapping[str, MessageSizes] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32

@@ -33,11 +33,11 @@ from torchmm.balance.schedules import (
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.balance.step_plans import plan_costed_step, searched_costs
 from torchmm.common.errors import PlanError
-from torchmm.common.processes import without_collection
-from torchmm.common.step_process import Progress, StepProcessError
+from torchmm.common.processes import gc_disabled
+from torchmm.common.step_process import RequestStatus, StepProcessError
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import MessageSpecs
+from torchmm.pipelining.plan.serialization import encode_plan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import step_graph
@@ -137,7 +137,7 @@ class StepWork:
         return PlannedStep(self.request.step, numbers, statistics, finished)
 
 
-@without_collection()
+@gc_disabled()
 def plan_before_step(
     setup: PlanningSetup, request: PlanRequest, budget: Budget | None = None
 ) -> PlannedStep:
@@ -173,9 +173,9 @@ class PlanWork:
         self._setup = setup
         self._remembered = RememberedOrders()
 
-    @without_collection()
+    @gc_disabled()
     def __call__(
-        self, request: PlanRequest, progress: Progress
+        self, request: PlanRequest, progress: RequestStatus
     ) -> PlannedStep | StepProcessError | None:
         """Return the plan of a step. Send improved plans during a search."""
         setup = self._setup
@@ -196,7 +196,7 @@ class PlanWork:
 class _SentPlans(Improvements):
     """Sender of the plans of the best orders of a search."""
 
-    def __init__(self, progress: Progress, work: StepWork) -> None:
+    def __init__(self, progress: RequestStatus, work: StepWork) -> None:
         self._progress, self._work = progress, work
         self._sent_ms, self._sent_s = inf, 0.0
         self._step: StepOrder | None = None
@@ -223,7 +223,7 @@ class _SentPlans(Improvements):
 
     def leave(self, best: PlannedOrder) -> None:
         """Send the plan of an order."""
-        self._progress.put(self.plan(best, finished=False))
+        self._progress.send_preliminary(self.plan(best, finished=False))
 
     def plan(self, best: PlannedOrder, *, finished: bool) -> PlannedStep:
         """Return the plan of an order."""

@@ -55,7 +55,7 @@ from torchmm.balance.pipeweaver.order_search.dispatcher_kernel import (
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
-from torchmm.pipelining.plan.orders import by_rank
+from torchmm.pipelining.plan.orders import split_by_rank
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.plan.transfers import Transfer, transfers
 
@@ -138,7 +138,7 @@ def build_tables(
     number = {action: index for index, action in enumerate(actions)}
     tasks = [Task(*action[1:4]) for action in actions]
     backward = np.array([action.type is ActionType.B for action in actions], bool)
-    kept = np.array([costs.kept_bytes.get(task, 0) for task in tasks], np.int64)
+    kept = np.array([costs.saved_bytes.get(task, 0) for task in tasks], np.int64)
     # A forward action without a backward action frees its memory when it ends.
     passing = np.array([Action(ActionType.B, *task) not in number for task in tasks], bool)
     ranks = np.array([graph.rank(task) for task in tasks], np.int32)
@@ -227,9 +227,9 @@ def _check(
             back = "gradient of " if transfer.backward else ""
             problems.append(f"the {back}{transfer.message} has {text}")
     problems += [
-        f"{task} saves {costs.kept_bytes[task]} bytes; must be 0 or more"
+        f"{task} saves {costs.saved_bytes[task]} bytes; must be 0 or more"
         for task in graph.tasks()
-        if not 0 <= costs.kept_bytes.get(task, 0) < UNLIMITED_BYTES
+        if not 0 <= costs.saved_bytes.get(task, 0) < UNLIMITED_BYTES
     ]
     ranks = graph.layout.rank_count
     if costs.static_bytes and len(costs.static_bytes) != ranks:
@@ -335,7 +335,7 @@ class Dispatcher:
         static = self.costs.static_bytes or (0,) * len(self._peak_bytes)
         return Dispatched(
             makespan_ms,
-            by_rank(self.graph, [self.actions[index] for index in started.tolist()]),
+            split_by_rank(self.graph, [self.actions[index] for index in started.tolist()]),
             tuple(n + peak for n, peak in zip(static, self._peak_bytes.tolist(), strict=True)),
             blocked,
         )

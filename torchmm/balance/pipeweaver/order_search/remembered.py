@@ -115,7 +115,7 @@ def _part_counts(dispatcher: Dispatcher) -> dict[tuple[int, str], int]:
     """Return the number of sub-microbatches by microbatch and module."""
     graph = dispatcher.graph
     return {
-        (microbatch, stage.module): graph.parts(stage.index, microbatch)
+        (microbatch, stage.module): graph.task_count(stage.index, microbatch)
         for stage in graph.layout.stages
         for microbatch in range(graph.microbatches)
     }

@@ -17,10 +17,10 @@ their last layers need more memory than they saved.
 
 With "offload", the input of a recomputed layer is stored in host memory, if the device has separate
 memory. It is copied while the layer runs, and copied back during the backward pass of the following
-layer (`torchmm.parallel.host_inputs`). On GPUs, the time of the layer is the maximum of computing
-and copying. Otherwise, it is the sum. The next input is prefetched, so a rank with offloading
-always has memory for the largest input. The runtime retains the received input of a stage on the
-device, so offloading does not help for the first layer of such a stage.
+layer (`torchmm.parallel.activation_offload`). On GPUs, the time of the layer is the maximum of
+computing and copying. Otherwise, it is the sum. The next input is prefetched, so a rank with
+offloading always has memory for the largest input. The runtime retains the received input of a
+stage on the device, so offloading does not help for the first layer of such a stage.
 
 The candidates of a stage are the Pareto front of a multiple-choice knapsack problem. Each layer has
 one mode, times and bytes are added, and dominated combinations are dropped:
@@ -59,13 +59,13 @@ from torchmm.costs.layers import layer_kept_bytes, received_bytes
 from torchmm.costs.sizes import ModuleTasks, text_tokens
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task
-from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan
+from torchmm.pipelining.plan.plan import PipelinePlan, RecomputeMode
 
 LAYER_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Modes on all devices."""
-ALL_MODES: tuple[LayerMode, ...] = (*LAYER_MODES, "offload")
+ALL_MODES: tuple[RecomputeMode, ...] = (*LAYER_MODES, "offload")
 """Modes on devices with separate memory. Their indices are the mode indices M of arrays."""
-Modes = tuple[LayerMode, ...]
+Modes = tuple[RecomputeMode, ...]
 """Mode of each layer of a stage."""
 PINNED_SHARE = 0.8
 """Assumed fraction of the link bandwidth that copies to and from pinned memory achieve."""
@@ -379,8 +379,8 @@ def charged(
             by_modes.setdefault((task.stage, modes), []).append(task)
     compute = dict(costs.compute_ms)
     tensor = dict(costs.tensor_ms)
-    kept = dict(costs.kept_bytes)
-    waiting = dict(costs.kept_for_weights_bytes)
+    kept = dict(costs.saved_bytes)
+    waiting = dict(costs.saved_for_weights_bytes)
     temporary = dict(costs.temporary_bytes)
     places = {
         index: {t: i for i, t in enumerate(of_stage.tasks)} for index, of_stage in choices.items()
@@ -417,8 +417,8 @@ def charged(
         costs,
         compute_ms=compute,
         tensor_ms=tensor,
-        kept_bytes=kept,
-        kept_for_weights_bytes=waiting,
+        saved_bytes=kept,
+        saved_for_weights_bytes=waiting,
         temporary_bytes=temporary,
         static_bytes=tuple(static),
     )
@@ -451,7 +451,7 @@ class _Point(NamedTuple):
     """Time, memory and mode counts of some layers."""
 
     extra_ms: float
-    kept_bytes: float
+    saved_bytes: float
     counts: tuple[tuple[int, ...], ...]
     """Number of layers by layer type and mode."""
 
@@ -479,7 +479,7 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
         kept = choices.kept_bytes_KMN[kind].mean(1)
         of_kind = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
         sums = [
-            _Point(a.extra_ms + b.extra_ms, a.kept_bytes + b.kept_bytes, a.counts + b.counts)
+            _Point(a.extra_ms + b.extra_ms, a.saved_bytes + b.saved_bytes, a.counts + b.counts)
             for a in front
             for b in of_kind
         ]
@@ -529,8 +529,8 @@ def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) ->
 def _front(points: list[_Point]) -> list[_Point]:
     """Return the Pareto front, from the fastest point to the lowest memory."""
     front: list[_Point] = []
-    for point in sorted(points, key=lambda p: (p.extra_ms, p.kept_bytes)):
-        if not front or point.kept_bytes < front[-1].kept_bytes:
+    for point in sorted(points, key=lambda p: (p.extra_ms, p.saved_bytes)):
+        if not front or point.saved_bytes < front[-1].saved_bytes:
             front.append(point)
     return front
 
@@ -541,17 +541,17 @@ def _thinned(front: list[_Point], most: int) -> list[_Point]:
         return front
     first = front[0]
     last = front[-1]
-    width = (first.kept_bytes - last.kept_bytes) / max(1, most - 2)
+    width = (first.saved_bytes - last.saved_bytes) / max(1, most - 2)
     by_range: dict[int, _Point] = {}
     for point in front[1:-1]:  # the fastest of a range comes first
-        by_range.setdefault(int((first.kept_bytes - point.kept_bytes) / width), point)
+        by_range.setdefault(int((first.saved_bytes - point.saved_bytes) / width), point)
     return [first, *by_range.values(), last]
 
 
 def _modes(kinds: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Modes:
     """Return the mode of each layer from counts, in the order of `FROM_THE_FRONT`."""
     remaining = [list(of_type) for of_type in counts]
-    modes: list[LayerMode] = []
+    modes: list[RecomputeMode] = []
     for kind in kinds:
         mode = next(m for m in FROM_THE_FRONT if m < len(remaining[kind]) and remaining[kind][m])
         remaining[kind][mode] -= 1

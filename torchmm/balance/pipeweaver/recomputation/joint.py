@@ -43,7 +43,7 @@ from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -82,7 +82,7 @@ class TunedSearch:
         self._costs = replace(costs, memory_limit_bytes=limit_bytes)
         self._choices = tuner.choices_at(costs)
         self._tuned: dict[ComputeOrder, SearchedOrder | None] = {}
-        self._book: RuleBook | None = None
+        self._book: PlanRules | None = None
 
     @cached_property
     def _steps(self) -> list[StepSearch]:
@@ -188,7 +188,7 @@ class TunedSearch:
             by_saving[saved] = replace(costs, static_bytes=tuple(in_use))
             if level == 0:
                 for task in self._graph.tasks():
-                    in_use[self._graph.rank(task)] += costs.kept_bytes.get(task, 0)
+                    in_use[self._graph.rank(task)] += costs.saved_bytes.get(task, 0)
                 limit_bytes = costs.memory_limit_bytes
                 if limit_bytes is None or max(in_use) <= limit_bytes:
                     break  # Everything fits without recomputation.
@@ -264,7 +264,7 @@ class TunedSearch:
             return self._tuned[key]
         plan = lower_plan(result.order, self._graph, self._tuner.specs)
         if self._book is None:
-            self._book = RuleBook(plan)  # All orders have the same rules.
+            self._book = PlanRules(plan)  # All orders have the same rules.
         try:
             tuned = self._tuner.tune(plan, self._book)
         except PlanError:

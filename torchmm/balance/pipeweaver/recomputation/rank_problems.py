@@ -19,7 +19,7 @@ from torchmm.balance.pipeweaver.recomputation.costs import (
 from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -97,7 +97,7 @@ def rank_problems(
     costs: PlanCosts,
     rows: Rows,
     memory_limit_bytes: int,
-    book: RuleBook | None = None,
+    book: PlanRules | None = None,
 ) -> list[RankProblem]:
     """Return the memory tuning problem of each rank of the plan.
 
@@ -110,9 +110,9 @@ def rank_problems(
     """
     fixed = replace(
         costs,
-        kept_bytes={t: n for t, n in costs.kept_bytes.items() if t not in rows.of_task},
-        kept_for_weights_bytes={
-            t: n for t, n in costs.kept_for_weights_bytes.items() if t not in rows.of_task
+        saved_bytes={t: n for t, n in costs.saved_bytes.items() if t not in rows.of_task},
+        saved_for_weights_bytes={
+            t: n for t, n in costs.saved_for_weights_bytes.items() if t not in rows.of_task
         },
     )
     static = costs.static_bytes or (0,) * len(plan.actions)
@@ -168,7 +168,7 @@ class Rows:
         }
 
     def _add(self, of_stage: StageRecompute, modes: list[Modes]) -> None:
-        kept_N = np.array([self.costs.kept_bytes[t] for t in of_stage.tasks], float)
+        kept_N = np.array([self.costs.saved_bytes[t] for t in of_stage.tasks], float)
         columns = [
             (
                 of_stage.extra_ms_N(m),
@@ -232,7 +232,7 @@ def _rank_problem(
         # Only candidates without recomputation have I and W, and save gradients between them.
         whole = np.isin(index_NC[pair], list(rows.keeping[task.stage]))
         split = spans[task][-1] > spans[task][1]
-        waiting = whole * split * rows.costs.kept_for_weights_bytes[task]
+        waiting = whole * split * rows.costs.saved_for_weights_bytes[task]
         later[pair] = waiting
         passing[pair] = np.where(whole, np.maximum(0, waiting - kept[pair]), passing[pair])
     starts, middles, ends = (

@@ -48,7 +48,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
-from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
@@ -228,7 +228,7 @@ class Tuner:
             )
         return scaled
 
-    def tune(self, plan: PipelinePlan, book: RuleBook | None = None) -> TunedPlan:
+    def tune(self, plan: PipelinePlan, book: PlanRules | None = None) -> TunedPlan:
         """Return a plan of the step with recomputation modes, or without if all activations fit.
 
         Args:
@@ -240,12 +240,12 @@ class Tuner:
                 error message lists all of them.
         """
         limit_bytes = self.tuning.memory_limit_bytes
-        book = RuleBook(plan) if book is None else book
-        kept_bytes = self._all_kept_bytes(plan, book)
-        if max(kept_bytes) <= limit_bytes:
-            nothing = (0.0,) * len(kept_bytes)
+        book = PlanRules(plan) if book is None else book
+        saved_bytes = self._all_kept_bytes(plan, book)
+        if max(saved_bytes) <= limit_bytes:
+            nothing = (0.0,) * len(saved_bytes)
             kept = replace(plan, recompute={})
-            return TunedPlan(kept, self.costs, kept_bytes, nothing, nothing, (0,) * len(nothing))
+            return TunedPlan(kept, self.costs, saved_bytes, nothing, nothing, (0,) * len(nothing))
         solved = self._solved(plan, book)
         if short := [
             _shortage(rank, each, limit_bytes)
@@ -277,7 +277,7 @@ class Tuner:
             tuple(hosts),
         )
 
-    def _solved(self, plan: PipelinePlan, book: RuleBook) -> list[Solved]:
+    def _solved(self, plan: PipelinePlan, book: PlanRules) -> list[Solved]:
         """Return the problem and the solution of each rank.
 
         With offloading, each rank is solved with and without it, because offloading reserves memory
@@ -308,7 +308,7 @@ class Tuner:
             solved = [(each, self._solve(each.problem)) for each in problems]
         return solved
 
-    def _all_kept_bytes(self, plan: PipelinePlan, book: RuleBook) -> tuple[int, ...]:
+    def _all_kept_bytes(self, plan: PipelinePlan, book: PlanRules) -> tuple[int, ...]:
         """Return the peak memory of each rank without recomputation."""
         static = self.costs.static_bytes or (0,) * len(plan.actions)
         changes = memory_changes(plan, self.costs, book)
@@ -353,7 +353,7 @@ def _differing(
         if solution is None:
             return {}
         for task, place in zip(each.tasks, solution.choice_N.tolist(), strict=True):
-            mirrors = layout.mirrored[task.stage]
+            mirrors = layout.mirror_stages[task.stage]
             if len(mirrors) > 1 and task not in decided:
                 of_mirrors = chosen.setdefault(task._replace(stage=mirrors[0]), {})
                 of_mirrors[task] = place

@@ -32,8 +32,8 @@ from uuid import uuid4
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import canonical_json, check_writable, replace_atomically
-from torchmm.common.log import Work, working
-from torchmm.common.processes import end_workers, fork_server, make_worker_setup
+from torchmm.common.log import ProgressReport, report_progress
+from torchmm.common.processes import kill_workers, make_worker_setup, start_fork_server
 from torchmm.data.sources.decompress import convert_cache_errors
 from torchmm.data.sources.index.length_index import MANIFEST, LengthIndex, read_index
 from torchmm.data.sources.index.measure_shards import measure_shard, read_shard, split_into_shards
@@ -89,7 +89,7 @@ class IndexBuilder:
         if index is None:
             self.prepare()
             lock = BuildLock(self.directory / LOCK_FILE)
-            waiting = Work(f"waiting for the index of source {self.name}")
+            waiting = ProgressReport(f"waiting for the index of source {self.name}")
             with convert_cache_errors(self.directory.parent):
                 while (index := read_index(self.directory)) is None:
                     if lock.try_acquire():
@@ -97,7 +97,7 @@ class IndexBuilder:
                             self.measure(range(len(self.ranges)))
                             self.finish()
                         continue
-                    waiting.tell(f"{lock.owner()} is indexing it")
+                    waiting.report(f"{lock.owner()} is indexing it")
                     time.sleep(POLL_S)
             waiting.end("measured")
         if len(index) != len(self.source):
@@ -113,14 +113,14 @@ class IndexBuilder:
         missing = [n for n in numbers if read_shard(self.directory, n, self.ranges[n]) is None]
         samples = sum(self.ranges[n].samples for n in missing)
         done = 0
-        with working(f"indexing source {self.name}", samples, "samples") as work:
+        with report_progress(f"indexing source {self.name}", samples, "samples") as work:
             if self.workers and len(missing) > 1 and samples >= MIN_SAMPLES_FOR_WORKERS:
                 measured = self._measure_in_workers(missing)
             else:
                 measured = self._measure_in_process(missing, work)
             for number in measured:
                 done += self.ranges[number].samples
-                work.at(done)
+                work.set_completed(done)
 
     def finish(self) -> bool:
         """Write the manifest if no shard is missing, and return True if it was written."""
@@ -132,14 +132,14 @@ class IndexBuilder:
         replace_atomically(self.directory / MANIFEST, manifest)
         return True
 
-    def _measure_in_process(self, missing: list[int], work: Work) -> Iterator[int]:
+    def _measure_in_process(self, missing: list[int], work: ProgressReport) -> Iterator[int]:
         heartbeat = Heartbeat(self.directory / LOCK_FILE)
         before = 0
         for number in missing:
 
             def on_progress(measured: int, before: int = before) -> None:
                 heartbeat()
-                work.at(before + measured)
+                work.set_completed(before + measured)
 
             measure_shard(
                 self.source, self.reader, self.ranges[number], self.directory, number, on_progress
@@ -150,7 +150,7 @@ class IndexBuilder:
     def _measure_in_workers(self, missing: list[int]) -> Iterator[int]:
         count = min(self.workers, len(missing))
         setup = make_worker_setup()
-        pool = ProcessPoolExecutor(count, fork_server(), _start_worker, (setup, self))
+        pool = ProcessPoolExecutor(count, start_fork_server(), _start_worker, (setup, self))
         try:
             futures = {pool.submit(_measure_in_worker, number): number for number in missing}
             for future in as_completed(futures):
@@ -162,7 +162,7 @@ class IndexBuilder:
                 "ran out, lower data.workers; finished shards are kept"
             ) from error
         except BaseException:
-            end_workers(list(pool._processes.values()))  # the exit would wait for them
+            kill_workers(list(pool._processes.values()))  # the exit would wait for them
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase, __version__
 
-from torchmm.common.batch import ImageMeta, ImageSizes, SampleMeta, consecutive
+from torchmm.common.batch import ImageMeta, ImageSizes, SampleMeta, concatenate_ranges
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import list_messages
@@ -137,16 +137,18 @@ class ShardSizes(NamedTuple):
         """
         starts_N = self.starts_N1[offsets_N].astype(np.int64)
         counts_N = self.starts_N1[offsets_N + 1] - starts_N
-        rows_I = self.images_M[consecutive(starts_N, counts_N)]
+        rows_I = self.images_M[concatenate_ranges(starts_N, counts_N)]
         read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES_COLUMNS][rows_I].astype(np.int64))
         if generator is None:
             return read
         starts_N = self.drawn_starts_N1[offsets_N].astype(np.int64)
         counts_N = self.drawn_starts_N1[offsets_N + 1] - starts_N
-        rows_I4 = self.drawn_D4[self.drawn_M[consecutive(starts_N, counts_N)]].astype(np.int64)
+        rows_I4 = self.drawn_D4[self.drawn_M[concatenate_ranges(starts_N, counts_N)]].astype(
+            np.int64
+        )
         modules_I = np.full(len(rows_I4), generator)
         sizes = (modules_I, rows_I4[:, :3].prod(1), rows_I4[:, 3], rows_I4[:, 0])
-        return read.followed_by(ImageSizes(counts_N, np.stack(sizes, axis=1)))
+        return read.append_per_sample(ImageSizes(counts_N, np.stack(sizes, axis=1)))
 
     def select_indices(self, length_filter: LengthFilter) -> np.ndarray:
         """Return the indices of usable samples that a filter keeps, ascending."""
@@ -261,7 +263,7 @@ class LengthIndex:
         """Return the sizes of the images of some samples (`ShardSizes.image_sizes`)."""
         shards_N = np.searchsorted(self.firsts_S, indices_N, side="right") - 1
         offsets_N = indices_N - self.firsts_S[shards_N]
-        return ImageSizes.of_groups(
+        return ImageSizes.from_groups(
             shards_N,
             lambda shard, members: self.sizes(shard).image_sizes(offsets_N[members], generator),
         )

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
-from torchmm.common.log import worked
+from torchmm.common.log import iterate_with_progress
 from torchmm.common.module_names import LLM
 from torchmm.extensions.evaluation.text.prompts import Prompt
 from torchmm.extensions.evaluation.text.sampling import Sampling, TokenSampler
@@ -101,7 +101,7 @@ def generate_tokens(
         on_tokens: Called after every step, on every rank. If set, progress is not logged.
         first: Number of the first prompt, which seeds the sampling.
     """
-    source = mesh.global_rank(pipeline=pipeline.last_rank(LLM))
+    source = mesh.first_global_rank(pipeline=pipeline.last_rank(LLM))
     choose = TokenSampler(sampling, prompts, first)
     row = join_prompts(prompts)
     chosen: list[list[int]] = []
@@ -109,7 +109,7 @@ def generate_tokens(
     unfinished = set(range(len(prompts)))
     steps: Iterable[int] = range(sampling.max_new_tokens)
     if on_tokens is None:
-        steps = worked("writing", steps, sampling.max_new_tokens, "tokens")
+        steps = iterate_with_progress("writing", steps, sampling.max_new_tokens, "tokens")
     with pipeline.text_generation():
         for step in steps:
             # Inference mode saves time, but FSDP2 and DTensor do not support it. In the first step,
@@ -167,7 +167,7 @@ def join_prompts(prompts: Sequence[Microbatch]) -> Microbatch:
 
 def _join_inputs(parts: Sequence[EncoderInputs]) -> EncoderInputs:
     """Return the inputs of one encoder with the images of all parts."""
-    assert all(part.held is None for part in parts), (
+    assert all(part.local_images is None for part in parts), (
         "prompts require the pixels of all their images"
     )
     first = parts[0]
@@ -177,6 +177,12 @@ def _join_inputs(parts: Sequence[EncoderInputs]) -> EncoderInputs:
         pixels=torch.cat([part.pixels for part in parts]),
         grids_thw=[grid for part in parts for grid in part.grids_thw],
         positions_K=torch.cat([part.positions_K for part in parts]),
-        kept=None if first.kept is None else [kept for part in parts for kept in part.kept or ()],
-        blank=[start + image for part, start in zip(parts, firsts) for image in part.blank],  # noqa: B905
+        tile_regions=None
+        if first.tile_regions is None
+        else [kept for part in parts for kept in part.tile_regions or ()],
+        undecodable=[
+            start + image
+            for part, start in zip(parts, firsts, strict=False)
+            for image in part.undecodable
+        ],
     )

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from torchmm.common.errors import LIBRARY_ERRORS, CheckpointError, ConfigError, describe_error
-from torchmm.common.log import working
+from torchmm.common.log import report_progress
 from torchmm.data.sources.open import contains_chats
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.extensions.evaluation.text.generate import OnTokens, generate_texts
@@ -132,7 +132,7 @@ class TextGenerator:
         Raises:
             ConfigError, DataError: A request cannot be read.
         """
-        with working("preparing prompts"):
+        with report_progress("preparing prompts"):
             prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
         batches = batch_prompts(prompts, together, together * max_prompt_tokens)
         for _, ids in generate_texts(

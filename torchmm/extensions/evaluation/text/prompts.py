@@ -59,7 +59,7 @@ def split_prompts(microbatch: Microbatch) -> Iterator[Prompt]:
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
         before = dict(read)
-        read = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
+        read = {name: count + len(sample.images_of_encoder(name)) for name, count in before.items()}
         shown = {n: range(before[n], read[n]) for n in before if before[n] < read[n]}
         targets = microbatch.targets_T[start:stop]
         counted = (targets != IGNORE_TARGET).nonzero()

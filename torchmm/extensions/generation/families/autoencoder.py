@@ -21,8 +21,8 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from torchmm.common.errors import ConfigError, describe_refusal
-from torchmm.common.layers import LatentSizes, LatentWork
+from torchmm.common.errors import ConfigError, describe_load_error
+from torchmm.common.layers import AutoencoderOperators, AutoencoderSizes
 from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
 from torchmm.models.hf.config_values import MODEL_ERRORS, value_problems
 from torchmm.models.layered import WeightFiles
@@ -102,7 +102,7 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"{SECTION} source = {section.source!r} has no readable config.json; use a "
-            f"directory with a diffusers autoencoder ({describe_refusal(error)})"
+            f"directory with a diffusers autoencoder ({describe_load_error(error)})"
         ) from error
     return {**config, **(section.config or {})}
 
@@ -210,7 +210,7 @@ class _OperationCounter:
 
 def _measure_encoding_cost(
     config: dict[str, Any], side: int, factor: int, encode_batch_size: int, sampled: bool
-) -> LatentSizes:
+) -> AutoencoderSizes:
     """Return the cost of encoding per patch of the generator."""
     with torch.device("meta"):
         autoencoder = build_autoencoder(config, torch.float32)
@@ -231,20 +231,22 @@ def _measure_encoding_cost(
         sum(p.numel() for part in half if part is not None for p in part.parameters())
         for half in parts
     )
-    return LatentSizes(
+    return AutoencoderSizes(
         work=tuple(
-            LatentWork(kind, counter.flops[kind] / patches, counter.elements[kind] / patches, calls)
+            AutoencoderOperators(
+                kind, counter.flops[kind] / patches, counter.elements[kind] / patches, calls
+            )
             for kind in kinds
             if (calls := counter.calls[kind])
         ),
         pair_flops=4 * counter.widths * side**4,  # scores, and sums of values
         attentions=counter.attentions,
-        attended=counter.attended / patches,
-        live=counter.live / patches,
+        attention_elements=counter.attended / patches,
+        peak_elements=counter.live / patches,
         encode_batch_size=encode_batch_size,
         encoder_parameters=encoder_parameters,
         decoder_parameters=decoder_parameters,
-        values=values,
-        pixels=3 * (side * factor) ** 2,
-        noise=values * (1 + sampled),
+        latents_per_patch=values,
+        pixels_per_patch=3 * (side * factor) ** 2,
+        noise_per_patch=values * (1 + sampled),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchmm.common.errors import ConfigError, describe_refusal, install_command
+from torchmm.common.errors import ConfigError, describe_load_error, install_command
 
 try:
     from diffusers import PixArtTransformer2DModel
@@ -79,7 +79,7 @@ def build_generator(
         context_tokens=section.context_tokens,
         time_sampling=section.timestep_sampling,
         latent_values=0 if latents is None else latents.values,
-        latent_noise=0 if latents is None else latents.sizes.noise - latents.values,
+        latent_noise=0 if latents is None else latents.sizes.noise_per_patch - latents.values,
     )
     # A generator for another LLM has a connector of different shapes, which is initialized again.
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
@@ -110,6 +110,6 @@ def _load(section: GeneratorConfig) -> dict[str, Any]:
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"[model.generator] source = {section.source!r} has no readable config.json; use "
-            f"a local directory or a model of the Hub ({describe_refusal(error)})"
+            f"a local directory or a model of the Hub ({describe_load_error(error)})"
         ) from error
     return {**config, **(section.config or {})}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchmm.common.errors import CheckpointError
 from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
-from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.parallel.health.peers import SideGroup, is_peer_failure
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.save_metrics import SaveMeter
 from torchmm.training.checkpoint.storage import rank_file_name
@@ -93,8 +93,8 @@ class BackgroundUploads:
         def find_folder() -> str:
             return upload_folder_name(parse_manifest(file.read_bytes(), str(file)))
 
-        folder = self._group.on_rank_0(find_folder)
-        if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
+        folder = self._group.run_on_rank_zero(find_folder)
+        if self._group.run_on_rank_zero(lambda: self._remote.is_committed(folder)):
             self._newest = self._last_upload = path
         else:
             self.committed(path, now=True)
@@ -123,7 +123,7 @@ class BackgroundUploads:
         try:
             size_bytes, problem = self._copy(path)
         except Exception as error:  # counted below, because a failed upload does not stop the run
-            problem = "a rank was lost" if is_peer_trouble(error) else _single_line(error)
+            problem = "a rank was lost" if is_peer_failure(error) else _single_line(error)
         duration_s = time.perf_counter() - start_s
         if problem is None:
             self.status_warning = ""
@@ -155,7 +155,7 @@ class BackgroundUploads:
             except OSError as error:
                 return f"{file}: {error.strerror}"
 
-        data = self._group.on_rank_0(read)
+        data = self._group.run_on_rank_zero(read)
         if isinstance(data, str):
             return 0, data
         manifest = parse_manifest(data, str(file))
@@ -175,7 +175,7 @@ class BackgroundUploads:
         missing = sorted(set(names) - {name for part in parts for name in part})
         if missing:
             problems.append(f"no node has {missing[0]}")
-        problem = self._group.on_rank_0(lambda: self._commit(folder, data, problems))
+        problem = self._group.run_on_rank_zero(lambda: self._commit(folder, data, problems))
         return sum(sent for sent, _ in outcomes), problem
 
     def _commit(self, folder: str, data: bytes, problems: list[str]) -> str | None:

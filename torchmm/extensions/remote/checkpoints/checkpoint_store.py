@@ -48,13 +48,15 @@ class StoredCheckpoints(RemoteCheckpoints):
             CheckpointError: The remote storage does not respond, or the disk is full.
         """
         try:
-            data, manifest = group.on_rank_0(lambda: self.manifest(folder))
+            data, manifest = group.run_on_rank_zero(lambda: self.manifest(folder))
         except (NewerFormatError, StoreError):
             raise
         except CheckpointError as error:
             return directory.path, [str(error)]
         final = directory.path / f"step-{manifest['step']}"
-        temporary = final.with_name(group.on_rank_0(lambda: f"{final.name}.tmp-{uuid4().hex}"))
+        temporary = final.with_name(
+            group.run_on_rank_zero(lambda: f"{final.name}.tmp-{uuid4().hex}")
+        )
         site.run_on_local_leaders(temporary.mkdir)
 
         failure: str | None = None

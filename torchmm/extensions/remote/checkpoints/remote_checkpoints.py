@@ -28,7 +28,7 @@ from typing import Any
 from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError, DataError
-from torchmm.common.files import naming_the_file
+from torchmm.common.files import add_path_to_os_errors
 from torchmm.data.files.urls import parse_url, redact_urls
 from torchmm.extensions.remote.storage.store_client import LOCAL_ROOT, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
@@ -132,7 +132,7 @@ class RemoteCheckpoints:
                 info = self._client.stat(target_path)
                 if info.size != entry["bytes"]:
                     return f"{name} has {info.size} bytes, but the manifest lists {entry['bytes']}"
-                with naming_the_file(target, info.size), target.open("xb") as file:
+                with add_path_to_os_errors(target, info.size), target.open("xb") as file:
                     for start in range(0, info.size, _REQUEST_BYTES):
                         end = min(start + _REQUEST_BYTES, info.size)
                         file.write(self._client.read(target_path, start, end, info.version))

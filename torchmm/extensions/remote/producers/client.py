@@ -21,7 +21,7 @@ from pyarrow import flight
 from torch.utils.data import Dataset, get_worker_info
 
 from torchmm.common.errors import DataError
-from torchmm.common.row_slices import Reads
+from torchmm.common.sequence_slices import DecodeAssignment
 from torchmm.data.decode import DecodedStep, StepDecoder, add_noise
 from torchmm.data.items import PackItems
 from torchmm.extensions.remote.producers.load_balancing import ProducerSelector
@@ -175,7 +175,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
         producer_client: ProducerClient,
         fingerprint: str,
         rank: int,
-        reads: Reads | None,
+        reads: DecodeAssignment | None,
         decoder: StepDecoder,
     ) -> None:
         self._producer_client = producer_client

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from torchmm.common.processes import fork_server, make_worker_setup
+from torchmm.common.processes import make_worker_setup, start_fork_server
 from torchmm.data.decode import StepDecoder
 from torchmm.data.items import PackItems
 from torchmm.extensions.remote.producers.wire_format import TensorMessage, step_messages
@@ -159,7 +159,7 @@ class DecodeQueue:
             return ThreadPoolExecutor(1)
         return ProcessPoolExecutor(
             self._workers,
-            mp_context=fork_server(),
+            mp_context=start_fork_server(),
             initializer=_start_worker,
             initargs=(self._decoders, make_worker_setup()),
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, ImageMeta, Microbatch
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.tiles import Kept
+from torchmm.common.tiles import TileRegion
 from torchmm.data.corrupt import escape_text
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
@@ -123,7 +123,9 @@ class _RequestedMicrobatch:
                 assert inputs is not None
                 rows = inputs.pixel_rows
                 shape[0] = sum(
-                    rows if inputs.held is None else (rows[image] for image in inputs.held)
+                    rows
+                    if inputs.local_images is None
+                    else (rows[image] for image in inputs.local_images)
                 )
             received = message.tensors[name]
             _require_equal(f"{what}dtype of {name}", str(received.dtype), str(tensor.dtype))
@@ -174,7 +176,7 @@ class _RequestedMicrobatch:
             name: replace(
                 inputs,
                 positions_K=self._parts[name].tensors[POSITIONS],
-                kept=self._read_kept(name, self._parts[name].values["kept"], corrupt),
+                tile_regions=self._read_kept(name, self._parts[name].values["kept"], corrupt),
             )
             for name, inputs in self._template.encoders.items()
         }
@@ -185,12 +187,14 @@ class _RequestedMicrobatch:
         tensors: dict[str, Any] = {key: texts[key] for key in TEXT_TENSORS}
         return replace(self._template, encoders=encoders, generator=generator_inputs, **tensors)
 
-    def _read_kept(self, name: str, values: Any, corrupt: Mapping[str, str]) -> list[Kept] | None:
+    def _read_kept(
+        self, name: str, values: Any, corrupt: Mapping[str, str]
+    ) -> list[TileRegion] | None:
         """Return the cropped rectangles of tiles, or None if the encoder has no cropped tiles."""
         if not self._decoder.reader.media[name].spec.ends_lines:
             return None  # `_compare` detects a value that was sent nevertheless
-        samples = [s for s in self._template.meta.samples for _ in s.images_read_by(name)]
-        images = self._template.meta.images_read_by(name)
+        samples = [s for s in self._template.meta.samples for _ in s.images_of_encoder(name)]
+        images = self._template.meta.images_of_encoder(name)
         if not isinstance(values, list) or len(values) != len(images):
             text = f"part {name!r}: kept = {_shorten(values)} does not have one rectangle per image"
             raise ValueError(text)
@@ -200,7 +204,7 @@ class _RequestedMicrobatch:
             is_masked = sample_name(sample) in corrupt  # `_compare` checks the rectangle
             if not is_masked and not _is_tile_region(value, image, rows, columns, len(images)):
                 raise ValueError(f"part {name!r}: kept = {_shorten(value)} is not a part of a tile")
-            found.append(Kept(0, 0, 0, 0, 0) if is_masked else Kept.from_json(value))
+            found.append(TileRegion(0, 0, 0, 0, 0) if is_masked else TileRegion.from_json(value))
         return found
 
     def _check_text(self, received: Microbatch) -> None:
@@ -224,12 +228,12 @@ class _RequestedMicrobatch:
         firsts, stops = self._sample_bounds()
         exclusive = []
         for name, inputs in received.encoders.items():
-            tokens = [sum(i.tokens for i in s.images_read_by(name)) for s in meta.samples]
+            tokens = [sum(i.tokens for i in s.images_of_encoder(name)) for s in meta.samples]
             positions_K = inputs.positions_K
             _require_inside(name, positions_K, np.repeat(firsts, tokens), np.repeat(stops, tokens))
             if not torch.isin(received.input_ids_T[positions_K], placeholders).all():
                 raise ValueError(f"part {name!r}: positions are not image placeholders")
-            each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
+            each = positions_K.split([image.tokens for image in meta.images_of_encoder(name)])
             if any(len(positions.unique()) != len(positions) for positions in each):
                 raise ValueError(f"part {name!r}: an image uses a position twice")
             # Tiles that are shrunk together share tokens with adjacent tiles.
@@ -275,20 +279,20 @@ def _is_tile_region(values: Any, image: ImageMeta, rows: int, columns: int, tile
     """Return True if values are a rectangle of a tile that contains the tokens of the image.
 
     Args:
-        values: `Kept` as JSON.
+        values: `TileRegion` as JSON.
         image: Metadata of the image.
         rows, columns: Output tokens of a tile.
         tiles: Upper bound on the number of tiles of an image.
     """
     if _with_zeros(values) not in ([0] * 5 + [None], [0] * 5 + [DOWNSAMPLE_STRUCTURE]):
         return False
-    kept = Kept.from_json(values)
+    kept = TileRegion.from_json(values)
     inside = (
         0 <= kept.top <= kept.bottom <= rows
         and 0 <= kept.left <= kept.right <= columns
         and 0 <= kept.line_ends <= rows
     )
-    if (shrunk := kept.shrunk) is not None:
+    if (shrunk := kept.downsample) is not None:
         height = kept.bottom - kept.top
         width = kept.right - kept.left
         inside &= _is_row_mapping(

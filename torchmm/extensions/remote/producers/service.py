@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.row_slices import Reads
+from torchmm.common.sequence_slices import DecodeAssignment
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, run_settings
 from torchmm.data.samples import RemoteSamples
@@ -67,7 +67,7 @@ class ProducerService:
         )  # fmt: skip
 
     def make_decoder(
-        self, samples: SampleSet, rank: int, reads: Reads | None, validation: bool
+        self, samples: SampleSet, rank: int, reads: DecodeAssignment | None, validation: bool
     ) -> RemoteDecoder | None:
         """Return a dataset that requests decoded steps from producers.
 

@@ -30,7 +30,7 @@ from pyarrow import flight
 from torch import Tensor
 
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import Reads, Share
+from torchmm.common.sequence_slices import DecodeAssignment, RankShare
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import PackItems
 
@@ -67,7 +67,7 @@ class SampleRequest(NamedTuple):
 
     fingerprint: str
     samples: list[list[list[tuple[int, int, int]]]]
-    reads: Reads | None = None
+    reads: DecodeAssignment | None = None
     most_bytes: int = 10**9
 
 
@@ -133,10 +133,10 @@ def step_messages(step: DecodedStep) -> list[TensorMessage]:
         values = {
             "part": name,
             "grids_thw": inputs.grids_thw,
-            "kept": inputs.kept,
+            "kept": inputs.tile_regions,
             "patches_per_token": inputs.patches_per_token,
-            "held": inputs.held,
-            "blank": inputs.blank,
+            "held": inputs.local_images,
+            "blank": inputs.undecodable,
         }
         messages.append(
             TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K})
@@ -205,16 +205,16 @@ def _check_sample_key(feed: int, epoch: int, index: int) -> tuple[int, int, int]
     return feed, epoch, index
 
 
-def _decode_reads(values: list[Any] | None) -> Reads | None:
+def _decode_reads(values: list[Any] | None) -> DecodeAssignment | None:
     if values is None:
         return None
     shares, context = values
-    return Reads(
+    return DecodeAssignment(
         {name: _decode_share(*share) for name, share in shares.items()}, _decode_share(*context)
     )
 
 
-def _decode_share(part: int, of: int) -> Share:
+def _decode_share(part: int, of: int) -> RankShare:
     if type(part) is not int or type(of) is not int or not 0 <= part < of <= MAX_RANKS:
         raise ValueError(f"invalid request for samples (share {[part, of]!r})")
-    return Share(part, of)
+    return RankShare(part, of)

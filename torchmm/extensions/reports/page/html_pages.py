@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import working
+from torchmm.common.log import report_progress
 from torchmm.extensions.reports.page.run_contents import RunContents, read_run
 from torchmm.extensions.reports.page.sections import (
     charts_section,
@@ -151,7 +151,7 @@ class PageSink:
 
 def write_last_page(run_dir: Path) -> None:
     """Write the page of a run that has finished."""
-    with working("writing the report"):
+    with report_progress("writing the report"):
         try_write_page(run_dir)
 
 

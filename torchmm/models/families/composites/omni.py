@@ -114,7 +114,7 @@ def qwen3_omni_components(config: Any) -> ModelComponents:
         text_model="model.language_model",
         logits_to_keep=False,
         tensor_parallel=QWEN3_STYLES | dict(family.tensor_parallel),
-        taps=len(config.vision_config.deepstack_visual_indexes),
+        deepstack_layers=len(config.vision_config.deepstack_visual_indexes),
     )
     encoders = {
         VISION: _encoder_component(config.vision_config, _VISION_3),

@@ -67,7 +67,7 @@ def qwen3_vl_components(config: Any) -> ModelComponents:
         build=build_without_encoders,
         text_model="model.language_model",
         tensor_parallel=styles | dict(family.tensor_parallel),
-        taps=len(_taps(config.vision_config)),
+        deepstack_layers=len(_taps(config.vision_config)),
     )
     llm_files = replace(QWEN_LLM, stacked_experts=config.model_type == "qwen3_vl_moe")
     return single_encoder_components(
@@ -90,16 +90,18 @@ def deepstack_problems(config: Any) -> list[str]:
     vision = config.vision_config
     text = config.text_config
     problems = []
-    taps = _taps(vision)
-    rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
+    deepstack_layers = _taps(vision)
+    rises = all(a < b for a, b in pairwise([-1, *deepstack_layers, vision.depth]))
     if not rises:
         problems.append(
-            f"vision_config.deepstack_visual_indexes = {taps} must be increasing indices of "
+            "vision_config.deepstack_visual_indexes = "
+            f"{deepstack_layers} must be increasing indices of "
             f"the {vision.depth} encoder layers, counted from 0; correct them"
         )
-    if len(taps) > text.num_hidden_layers:
+    if len(deepstack_layers) > text.num_hidden_layers:
         problems.append(
-            f"vision_config.deepstack_visual_indexes = {taps} has more entries than the "
+            "vision_config.deepstack_visual_indexes = "
+            f"{deepstack_layers} has more entries than the "
             f"{text.num_hidden_layers} layers of the LLM; remove entries"
         )
     return problems

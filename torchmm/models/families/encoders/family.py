@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, SoundChunks
+from torchmm.common.batch import AudioChunks, EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.tiling import Tiling
@@ -125,7 +125,7 @@ class EncoderFamily:
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
         )
 
-    def taps(self, config: Any) -> tuple[int, ...]:
+    def deepstack_layers(self, config: Any) -> tuple[int, ...]:
         """Return the increasing indices of layers whose outputs the LLM also reads (DeepStack)."""
         return ()
 
@@ -204,7 +204,7 @@ class EncoderFamily:
         """Return the maximum number of positions of an audio, or 0 for no limit and for images."""
         return 0
 
-    def sound_chunks(self, config: Any) -> SoundChunks | None:
+    def sound_chunks(self, config: Any) -> AudioChunks | None:
         """Return the chunks into which audio is split, or None without chunks."""
         return None
 

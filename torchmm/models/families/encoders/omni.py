@@ -37,7 +37,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeVisionEncoder,
 )
 
-from torchmm.common.batch import EncoderInputs, SoundChunks
+from torchmm.common.batch import AudioChunks, EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.audio import AudioEncoderFamily, window_lengths
@@ -335,8 +335,8 @@ class Qwen3OmniAudioFamily(OmniAudioFamily):
     def max_patches(self, config: Any) -> int:
         return _LONGEST_S * _CHUNK_POSITIONS
 
-    def sound_chunks(self, config: Any) -> SoundChunks | None:
-        return SoundChunks(_CHUNK * _HOP, _CHUNK_POSITIONS, "patch")
+    def sound_chunks(self, config: Any) -> AudioChunks | None:
+        return AudioChunks(_CHUNK * _HOP, _CHUNK_POSITIONS, "patch")
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         return (1, _FRAMES * config.num_mel_bins), (1, 1, 1)

@@ -84,7 +84,7 @@ class Qwen3VisionFamily(QwenVisionFamily):
         positions_PD = (tower.pos_embed(context.rows) * context.weights[..., None]).sum(1)
         return x_PD + positions_PD.to(x_PD.dtype)
 
-    def taps(self, config: Any) -> tuple[int, ...]:
+    def deepstack_layers(self, config: Any) -> tuple[int, ...]:
         return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
     def detach_merger(self, tower: Any) -> nn.Module:

@@ -5,7 +5,7 @@ Hugging Face encoders have windows of one length (30 s in published models), pad
 - Voxtral attends to the silence and has tokens for it. Data preprocessing therefore adds it.
 - Qwen2-Audio and Audio Flamingo 3 mask the silence. Tokens depend on it only through one frame
   after the last position, which a convolution reads. Data preprocessing omits the silence and adds
-  this frame (`SoundChunks.overlap`).
+  this frame (`AudioChunks.overlap`).
 
 All three therefore have the same form in torchmm: windows that attend to themselves, where the last
 window of an audio may be shorter, in one packed sequence. Padded windows with a mask, as in Hugging
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, SoundChunks
+from torchmm.common.batch import AudioChunks, EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.audio import (
@@ -134,10 +134,10 @@ class VoxtralAudioFamily(WhisperFamily):
     def max_patches(self, config: Any) -> int:
         return self.max_windows * config.max_source_positions
 
-    def sound_chunks(self, config: Any) -> SoundChunks | None:
+    def sound_chunks(self, config: Any) -> AudioChunks | None:
         positions = config.max_source_positions
         samples = SAMPLES_PER_POSITION * positions
-        return SoundChunks(samples, positions, self.padding, self.overlap)
+        return AudioChunks(samples, positions, self.padding, self.overlap)
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         values = (_FRAMES + self.overlap) * config.num_mel_bins

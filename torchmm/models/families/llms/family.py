@@ -56,9 +56,9 @@ class LlmFamily:
     """Type of the norms, if neither RMSNorm nor LayerNorm of torch (`LayerDescription`)."""
     norm_place: NormPosition = "before"
     """Position of the norms (`LayerDescription.norm_place`)."""
-    more_norms: int = 0
+    extra_norms: int = 0
     """Number of norms in addition to the usual ones (`LayerDescription`)."""
-    norms_of_same: int = 0
+    norms_sharing_input: int = 0
     """Number of additional norms whose input another norm also reads."""
     router_norm: bool = False
     """Whether the router has a norm (`LayerDescription`)."""
@@ -86,7 +86,7 @@ class LlmFamily:
     """Old names in files (`WeightFiles.legacy_names`)."""
     stacked_experts: bool = False
     """Whether files have stacked experts (`WeightFiles.stacked_experts`)."""
-    taps: int = 0
+    deepstack_layers: int = 0
     """Number of DeepStack feature blocks, which are added after the first layers
     (`torchmm.models.layers.deepstack`)."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)

@@ -49,8 +49,8 @@ def _choose(family: LlmFamily, config: Any) -> LlmFamily:
     return replace(
         family,
         norms=(*family.norms, *_EXPERT_NORMS),
-        more_norms=len(_EXPERT_NORMS),
-        norms_of_same=1,  # both pre-feedforward norms read the same input, as does the router norm
+        extra_norms=len(_EXPERT_NORMS),
+        norms_sharing_input=1,  # both pre-feedforward norms and the router norm read one input
         router_norm=True,
         tensor_parallel={
             "router": "sequence",

@@ -104,7 +104,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
         "head_dim": head_dim,
     }
     capped = getattr(config, "attn_logit_softcapping", None) is not None  # Gemma 2
-    sizes["plain_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS
+    sizes["has_eager_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS
     if not getattr(attention, "use_rope", True):  # some layers of SmolLM3
         sizes["rotary"] = False
     if getattr(attention, "kv_b_proj", None) is not None:
@@ -125,7 +125,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
     weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
     products = 2 * heads + (1 if value_is_key else 2) * sizes["kv_heads"]
     usual = config.hidden_size * head_dim * products
-    return sizes | {"value_is_key": value_is_key, "other_weights": max(0, weights - usual)}
+    return sizes | {"value_is_key": value_is_key, "extra_matmul_weights": max(0, weights - usual)}
 
 
 def _is_gated(layer: nn.Module, config: Any) -> bool:

@@ -7,7 +7,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
 
 
-def cut_for_rank(
+def split_model_for_rank(
     model: MultimodalModel, layout: StageLayout, rank: int
 ) -> dict[int, LayeredModule]:
     """Reduce a full model on the meta device to the stages of a rank, in place.
@@ -30,19 +30,21 @@ def cut_for_rank(
         raise ValueError(
             f"the layout has modules {sorted(names)}, but the model has {sorted(sizes)}"
         )
-    kept: dict[str, list[StageRange]] = {}
-    indices: dict[str, list[int]] = {}
+    local_ranges: dict[str, list[StageRange]] = {}
+    stage_indices: dict[str, list[int]] = {}
     for name, layers in sizes.items():
         stages = [stage for stage in layout.stages if stage.module == name]
         ranges = stage_ranges([(s.start, s.stop) for s in stages if not s.mirror])
         if ranges[-1].stop != layers:
             raise ValueError(f"{name}: the stages contain {ranges[-1].stop} of {layers} layers")
-        local = [i for i, stage in enumerate(stages) if rank in stage.ranks]
-        kept[name] = [ranges[i % len(ranges)] for i in local]  # mirrors are consecutive
-        indices[name] = [stages[i].index for i in local]
-    model.reduce_to_stages(kept)
+        local_positions = [i for i, stage in enumerate(stages) if rank in stage.ranks]
+        local_ranges[name] = [
+            ranges[i % len(ranges)] for i in local_positions
+        ]  # mirrors are consecutive
+        stage_indices[name] = [stages[i].index for i in local_positions]
+    model.reduce_to_stages(local_ranges)
     return {
         index: stage
-        for name, of_module in indices.items()
-        for index, stage in zip(of_module, model.stages[name], strict=True)
+        for name, module_indices in stage_indices.items()
+        for index, stage in zip(module_indices, model.stages[name], strict=True)
     }

@@ -20,31 +20,31 @@ from torchmm.pipelining.schedules.layouts import (
     separated_layout,
 )
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.pipelining.view.exchange import read_order
+from torchmm.pipelining.view.file_formats import read_order
 from torchmm.recipe.schedules import CSV_PREFIX, find_schedule, functions_by_schedule
 
-Order = Callable[..., ComputeOrder]
+OrderFunction = Callable[..., ComputeOrder]
 """Returns the compute order of a graph. Schedules that simulate the step also use `Durations`."""
 
 
-def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Order:
+def _without_durations(order: Callable[[StageGraph], ComputeOrder]) -> OrderFunction:
     return lambda graph, durations=None: order(graph)
 
 
-ORDERS: dict[str, Order] = functions_by_schedule(
+ORDERS: dict[str, OrderFunction] = functions_by_schedule(
     {
-        "gpipe": _fixed(gpipe),
-        "1f1b": _fixed(one_f_one_b),
-        "interleaved_1f1b": _fixed(interleaved_1f1b),
-        "zero_bubble": _fixed(zero_bubble),
-        "megatron": _fixed(interleaved_1f1b),
-        "megatron_balanced": _fixed(interleaved_1f1b),
+        "gpipe": _without_durations(gpipe),
+        "1f1b": _without_durations(one_f_one_b),
+        "interleaved_1f1b": _without_durations(interleaved_1f1b),
+        "zero_bubble": _without_durations(zero_bubble),
+        "megatron": _without_durations(interleaved_1f1b),
+        "megatron_balanced": _without_durations(interleaved_1f1b),
         "separated": separated,
     }
 )
 
 
-def order_named(name: str) -> Order:
+def find_order(name: str) -> OrderFunction:
     """Return the schedule with a name. "csv:PATH" reads a compute order from a file.
 
     A file uses the stages of the separated layout. It matches steps with one number of microbatches
@@ -54,7 +54,7 @@ def order_named(name: str) -> Order:
         ValueError: The schedule does not exist, or requires a planner.
     """
     if name.startswith(CSV_PREFIX):
-        return _fixed(partial(read_order, Path(name.removeprefix(CSV_PREFIX))))
+        return _without_durations(partial(read_order, Path(name.removeprefix(CSV_PREFIX))))
     if name not in ORDERS:
         raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(ORDERS)}, or csv:PATH")
     return ORDERS[name]
@@ -79,7 +79,7 @@ def schedule_layout(
     Raises:
         ValueError: The schedule does not exist, or a module has too few layers.
     """
-    order_named(name)  # raises if the schedule does not exist
+    find_order(name)  # raises if the schedule does not exist
     schedule = find_schedule(name)
     assert schedule is not None
     if virtual_stages != 1 and not schedule.virtual_stages:

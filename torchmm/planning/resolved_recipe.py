@@ -20,7 +20,7 @@ from torchmm.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRecipe:
     """A recipe and the parallelism degrees that follow from it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Resolved:
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of shares of the global batch.
 
         It is the number of replica groups of disaggregated modules. Otherwise, it is the number of
@@ -49,17 +49,17 @@ class Resolved:
         return self.llm.data_parallel // self.recipe.parallel.context
 
     @property
-    def is_cut(self) -> bool:
+    def is_pipelined(self) -> bool:
         """True if the model is split into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
 
     @property
-    def gathers_by_layer(self) -> bool:
+    def unshards_per_layer(self) -> bool:
         """True if FSDP2 all-gathers parameters per layer in each forward and backward pass."""
-        return not self.is_cut and self.recipe.parallel.reshard_after_forward != "never"
+        return not self.is_pipelined and self.recipe.parallel.reshard_after_forward != "never"
 
     @property
-    def lockstep_shares(self) -> int:
+    def lockstep_size(self) -> int:
         """Number of consecutive shares of the global batch whose ranks run layers in lockstep.
 
         The ranks of a shard group wait for each other in the all-gather of every layer, and
@@ -69,14 +69,14 @@ class Resolved:
         if self.units:
             return 1
         parallel = self.recipe.parallel
-        ranks = self.llm.shard if self.gathers_by_layer else parallel.expert
+        ranks = self.llm.shard if self.unshards_per_layer else parallel.expert
         return -(-ranks // parallel.context)
 
-    def with_parallel(self, parallel: ParallelConfig) -> Resolved:
+    def with_parallel(self, parallel: ParallelConfig) -> ResolvedRecipe:
         """Return the same degrees with a different section. The LLM must have as many ranks."""
         return self.with_recipe(self.recipe.model_copy(update={"parallel": parallel}))
 
-    def with_recipe(self, recipe: Recipe) -> Resolved:
+    def with_recipe(self, recipe: Recipe) -> ResolvedRecipe:
         """Return the same degrees with a different recipe."""
         return replace(self, recipe=recipe)
 
@@ -89,7 +89,7 @@ class Resolved:
         return self.llm
 
 
-def resolve(recipe: Recipe, world_size: int) -> Resolved:
+def resolve_recipe(recipe: Recipe, world_size: int) -> ResolvedRecipe:
     """Resolve the parallelism degrees of a recipe on `world_size` devices.
 
     Raises:
@@ -97,4 +97,4 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
     """
     units = resolved_unit_sizes(recipe, world_size)
     llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)
-    return Resolved(recipe, world_size, llm, units)
+    return ResolvedRecipe(recipe, world_size, llm, units)

@@ -31,12 +31,12 @@ SILENT_S = 30.0
 """Time without a new heartbeat after which a rank is lost. File systems can have pauses."""
 GRACE_S = 10.0
 """Time that a rank has to fail by itself after a peer is lost. Its own error has more details."""
-WORD = "lost.json"
+REPORT_FILE = "lost.json"
 FINISHED = "finished"
 """Phase of a rank that has finished. It writes no heartbeats and is not considered lost."""
 
 
-class PeerWatch:
+class PeerWatchdog:
     """Checks of one rank.
 
     Args:
@@ -59,7 +59,7 @@ class PeerWatch:
         silent_s: float = SILENT_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._word = directory / WORD
+        self._report_file = directory / REPORT_FILE
         self._timeout_s = timeout_s
         self._silent_s = silent_s
         self._grace_s = grace_s
@@ -70,37 +70,41 @@ class PeerWatch:
         self._seen_at = time.monotonic()
 
     @staticmethod
-    def forget(directory: Path) -> None:
+    def clear_report(directory: Path) -> None:
         """Remove the report of an earlier start. One rank calls it before any rank watches."""
-        (directory / WORD).unlink(missing_ok=True)
+        (directory / REPORT_FILE).unlink(missing_ok=True)
 
-    def look(self, step: int, phase: str, phase_s: float, of_device: bool) -> PeerError | None:
+    def check(
+        self, step: int, phase: str, phase_s: float, waits_for_device: bool
+    ) -> PeerError | None:
         """Return the error with which this rank must exit, or None.
 
         Args:
             step: Number of the current step.
             phase: Current phase of this rank.
             phase_s: Time since the start of the phase, in seconds.
-            of_device: Whether the phase is waiting for the device.
+            waits_for_device: Whether the phase is waiting for the device.
         """
-        word: str | None = None
+        report: str | None = None
         with suppress(FileNotFoundError):  # no rank has reported a lost rank
-            word = str(json.loads(self._word.read_bytes())["word"])
-        if word is None and self._is_silent():
-            who = f"rank {self._next}"
+            report = str(json.loads(self._report_file.read_bytes())["word"])
+        if report is None and self._is_silent():
+            lost_rank = f"rank {self._next}"
             if self._seen is not None:
                 beat = json.loads(self._seen)
-                who += f" (process {beat['process']} on {beat['host']})"
-            word = f"{who} has not responded for more than {self._silent_s:.0f} s"
-            replace_atomically(self._word, canonical_json({"by": self._rank, "word": word}))
-        if word is None and of_device and phase_s >= self._timeout_s:
-            word = (
+                lost_rank += f" (process {beat['process']} on {beat['host']})"
+            report = f"{lost_rank} has not responded for more than {self._silent_s:.0f} s"
+            replace_atomically(
+                self._report_file, canonical_json({"by": self._rank, "word": report})
+            )
+        if report is None and waits_for_device and phase_s >= self._timeout_s:
+            report = (
                 f"the device has not finished the step for {phase_s:.0f} s: a peer hangs, or "
                 "parallel.timeout_s is too short"
             )
-        if word is None or phase_s < min(self._grace_s, self._timeout_s):
+        if report is None or phase_s < min(self._grace_s, self._timeout_s):
             return None
-        return PeerError(f"rank {self._rank} lost a peer at step {step} in {phase}: {word}")
+        return PeerError(f"rank {self._rank} lost a peer at step {step} in {phase}: {report}")
 
     def _is_silent(self) -> bool:
         if self._file is None:

@@ -15,8 +15,8 @@ different lengths, and shares can be empty. Padded slices are not used, because 
 would count padding tokens. Encoding images where their tokens are would leave ranks idle if images
 are unevenly distributed.
 
-`Reads` defines the images that a rank decodes. Each image or audio input is decoded once for all
-ranks that process the same samples, by one of the ranks whose stages need it.
+`DecodeAssignment` defines the images that a rank decodes. Each image or audio input is decoded once
+for all ranks that process the same samples, by one of the ranks whose stages need it.
 
 Without context parallelism, data-parallel ranks can encode images for each other
 (`data.balance = "images"`, `BalancedMicrobatch`). The same routes then send the features to the
@@ -44,8 +44,8 @@ from torchmm.common.batch import (
     Microbatch,
     MicrobatchMeta,
     SampleMeta,
-    consecutive,
-    even_ranges,
+    concatenate_ranges,
+    split_evenly,
 )
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
@@ -60,7 +60,7 @@ def slice_ranges(count: int, ranks: int) -> list[range]:
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
-def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
+def assign_images(patches: Sequence[int], ranks: int) -> list[range]:
     """Assign adjacent images to each rank, with about equal numbers of patches. Some can be empty.
 
     An image is assigned to the rank whose equal part of all patches contains the image center.
@@ -72,9 +72,9 @@ def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
-def most_images(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
+def max_images_per_rank(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
     """Return the maximum number of images of an encoder on a rank."""
-    return max(len(share) for share in image_shares(meta.patches(encoder), ranks))
+    return max(len(share) for share in assign_images(meta.patches(encoder), ranks))
 
 
 def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
@@ -93,32 +93,32 @@ def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
     """
     if ranks > 1 and images < tasks:
         return range(min(task, images), min(task + 1, images))
-    return even_ranges(images, tasks)[task]
+    return split_evenly(images, tasks)[task]
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """Index of a part, and the number of parts."""
 
-    part: int
-    of: int
+    rank: int
+    ranks: int
 
 
-WHOLE = Share(0, 1)
+FULL_SHARE = RankShare(0, 1)
 
 
 @dataclass(frozen=True)
-class Reads:
+class DecodeAssignment:
     """Images that a rank decodes in the microbatches of its data-parallel rank.
 
     Several ranks can need the same images: ranks of a tensor-parallel group, and replicas of an
     encoder, because the plan of a step assigns images to replicas. Each decodes a share, and they
-    exchange pixels before the step (`torchmm.pipelining.run.pixels`). The plan cannot select the
-    decoding rank, because plans are built after the data is loaded.
+    exchange pixels before the step (`torchmm.pipelining.run.pixel_exchange`). The plan cannot
+    select the decoding rank, because plans are built after the data is loaded.
     """
 
-    shares: Mapping[str, Share]
+    shares: Mapping[str, RankShare]
     """Share of the images that this rank decodes, by module with pixel inputs."""
-    context: Share = WHOLE
+    context: RankShare = FULL_SHARE
     """Share of each packed sequence. Images are those of this share only."""
 
     def images(self, metas: Sequence[MicrobatchMeta], module: str) -> list[range] | None:
@@ -129,27 +129,29 @@ class Reads:
         share = self.shares.get(module)
         if share is None:
             return [range(0)] * len(metas)
-        if share.of == self.context.of == 1:
+        if share.ranks == self.context.ranks == 1:
             return None
         firsts = [0] * len(metas)
-        if self.context.of > 1:
+        if self.context.ranks > 1:
             part, ranks = self.context
-            firsts = [image_shares(m.patches(module), ranks)[part].start for m in metas]
+            firsts = [assign_images(m.patches(module), ranks)[part].start for m in metas]
             metas = [slice_meta(meta, part, ranks) for meta in metas]
-        local_shares = step_shares(metas, module, share.of)[share.part]
+        local_shares = assign_step_images(metas, module, share.ranks)[share.rank]
         return [
             range(first + images.start, first + images.stop)
             for first, images in zip(firsts, local_shares, strict=True)
         ]
 
 
-def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> list[list[range]]:
+def assign_step_images(
+    metas: Sequence[MicrobatchMeta], module: str, ranks: int
+) -> list[list[range]]:
     """Return the images that each rank decodes, by rank and microbatch of a step.
 
     Images are adjacent within the step, with about equal numbers of patches per rank. If
     microbatches have few images, a rank decodes no images of some microbatches.
     """
-    patches = [[image.patches for image in meta.images_for(module)] for meta in metas]
+    patches = [[image.patches for image in meta.module_images(module)] for meta in metas]
     stops = list(accumulate(map(len, patches), initial=0))
     return [
         [
@@ -159,7 +161,7 @@ def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> lis
             )
             for first, stop in pairwise(stops)
         ]
-        for share in image_shares([count for row in patches for count in row], ranks)
+        for share in assign_images([count for row in patches for count in row], ranks)
     ]
 
 
@@ -212,25 +214,25 @@ def merge_routes(routes: Mapping[str, FeatureRoute], widths: Mapping[str, int]) 
     received_ER = np.array([route.received for route in routes.values()]) * units_E1
     return MergedRoute(
         units,
-        torch.cat(rows)[_regrouped(sent_ER)],
-        _regrouped(received_ER.T),
+        torch.cat(rows)[_transposed_order(sent_ER)],
+        _transposed_order(received_ER.T),
         sent_ER.sum(0).tolist(),
         received_ER.sum(0).tolist(),
     )
 
 
-def _regrouped(counts_AB: np.ndarray) -> Tensor:
+def _transposed_order(counts_AB: np.ndarray) -> Tensor:
     """Return indices that sort units by b, then by a, if they are sorted by a, then by b.
 
     Args:
         counts_AB: Number of units of each pair (a, b).
     """
     starts_AB = (np.cumsum(counts_AB) - counts_AB.flatten()).reshape(counts_AB.shape)
-    return torch.from_numpy(consecutive(starts_AB.T.flatten(), counts_AB.T.flatten()))
+    return torch.from_numpy(concatenate_ranges(starts_AB.T.flatten(), counts_AB.T.flatten()))
 
 
 @dataclass
-class RowShare:
+class SliceContext:
     """Data of the packed sequence that the LLM of a rank needs in addition to its slice."""
 
     start: int
@@ -251,14 +253,14 @@ class RowShare:
     contexts: FeatureRoute | None = None
     """Route of the context of these images. If None, this rank generates the images."""
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowShare:
+    def map(self, function: Callable[[Tensor], Tensor]) -> SliceContext:
         """Return a copy with `function` applied to every tensor."""
         merged = self.merged
         if merged is not None:
             merged = merged._replace(
                 sent_U=function(merged.sent_U), received_U=function(merged.received_U)
             )
-        return RowShare(
+        return SliceContext(
             self.start,
             function(self.input_ids_T),
             function(self.targets_T),
@@ -284,26 +286,28 @@ class SlicedMicrobatch(Microbatch):
     encodes. `cu_seqlens` and `meta` are those of the full packed sequence.
     """
 
-    row: RowShare = field(kw_only=True)
+    slice_context: SliceContext = field(kw_only=True)
 
     def for_llm(self) -> SlicedMicrobatch:
         """Return the microbatch with the images of the slice instead of the images read."""
-        generator = self.generator if self.row.contexts is None else self.row.generator
-        return replace(self, encoders=self.row.encoders, generator=generator)
+        generator = (
+            self.generator if self.slice_context.contexts is None else self.slice_context.generator
+        )
+        return replace(self, encoders=self.slice_context.encoders, generator=generator)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         moved = super()._map(function)
         assert isinstance(moved, SlicedMicrobatch)
-        return replace(moved, row=self.row.map(function))
+        return replace(moved, slice_context=self.slice_context.map(function))
 
 
-def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+def full_sequence(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Return the (T,) token IDs and targets of a microbatch, or of the sequence of a slice."""
-    row = microbatch.row if isinstance(microbatch, SlicedMicrobatch) else microbatch
+    row = microbatch.slice_context if isinstance(microbatch, SlicedMicrobatch) else microbatch
     return row.input_ids_T, row.targets_T
 
 
-def slice_row(
+def slice_microbatch(
     microbatch: Microbatch, rank: int, ranks: int, widths: Mapping[str, int]
 ) -> Microbatch:
     """Return the slice of a microbatch for a rank. With one rank, the microbatch itself.
@@ -315,19 +319,23 @@ def slice_row(
         return microbatch
     slices = slice_ranges(len(microbatch.input_ids_T), ranks)
     local_slice = slices[rank]
-    read: dict[str, EncoderInputs] = {}
-    shown: dict[str, EncoderInputs] = {}
+    local_encoders: dict[str, EncoderInputs] = {}
+    llm_encoders: dict[str, EncoderInputs] = {}
     routes: dict[str, FeatureRoute] = {}
     for name, inputs in microbatch.encoders.items():
-        shares = image_shares(microbatch.meta.patches(name), ranks)
+        shares = assign_images(microbatch.meta.patches(name), ranks)
         parts = [inputs.select(share) if share else None for share in shares]
-        nothing = inputs.positions_K[:0]
-        positions = [nothing if part is None else part.positions_K for part in parts]
+        no_positions = inputs.positions_K[:0]
+        positions = [no_positions if part is None else part.positions_K for part in parts]
         if (part := parts[rank]) is not None:
-            read[name] = part
-        routes[name] = _route(positions, slices, rank)
-        arriving_K = torch.cat([_inside(positions_K, local_slice) for positions_K in positions])
-        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - local_slice.start)
+            local_encoders[name] = part
+        routes[name] = _feature_route(positions, slices, rank)
+        received_K = torch.cat(
+            [_positions_in(positions_K, local_slice) for positions_K in positions]
+        )
+        llm_encoders[name] = replace(
+            inputs.without_pixels(), positions_K=received_K - local_slice.start
+        )
     tokens = slice(local_slice.start, local_slice.stop)
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     return SlicedMicrobatch(
@@ -337,9 +345,9 @@ def slice_row(
             "targets_T": microbatch.targets_T[tokens],
             "position_ids": microbatch.position_ids[..., tokens],
             "target_positions_L": None,
-            "encoders": read,
+            "encoders": local_encoders,
         },
-        row=_row_share(microbatch, local_slice.start, shown, routes, widths),
+        slice_context=_slice_context(microbatch, local_slice.start, llm_encoders, routes, widths),
     )
 
 
@@ -348,36 +356,41 @@ class BalancedMicrobatch(Microbatch):
     """Microbatch whose images are encoded and generated by any data-parallel rank.
 
     `encoders` and `generator` have the images of the packed sequences without pixels, `meta` has
-    their sizes. `read_for` and `read_by` have an entry for each encoder of the model, and for the
-    generator if the model has one.
+    their sizes. `image_sources` and `image_owners` have an entry for each encoder of the model, and
+    for the generator if the model has one.
     """
 
-    read: dict[str, EncoderInputs] = field(kw_only=True)
+    rank_encoders: dict[str, EncoderInputs] = field(kw_only=True)
     """Images that this rank encodes, by encoder. Encoders without images have no entry."""
-    drawn: GeneratorInputs | None = field(kw_only=True)
+    rank_generator: GeneratorInputs | None = field(kw_only=True)
     """Images that this rank generates. Their context positions are not used."""
-    read_for: dict[str, list[int]] = field(kw_only=True)
-    """Data-parallel rank whose samples contain each image in `read` or `drawn`, ascending."""
-    read_by: dict[str, list[int]] = field(kw_only=True)
+    image_sources: dict[str, list[int]] = field(kw_only=True)
+    """Data-parallel rank whose samples contain each image in `rank_encoders` or `rank_generator`,
+    ascending."""
+    image_owners: dict[str, list[int]] = field(kw_only=True)
     """Data-parallel rank that encodes or generates each image of the packed sequences."""
-    balanced_meta: MicrobatchMeta = field(kw_only=True)
-    """Sizes of the tasks of this rank: its tokens, and the images in `read`."""
+    rank_meta: MicrobatchMeta = field(kw_only=True)
+    """Sizes of the tasks of this rank: its tokens, and the images in `rank_encoders`."""
 
     @property
     def task_meta(self) -> MicrobatchMeta:
-        return self.balanced_meta
+        return self.rank_meta
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         moved = super()._map(function)
         assert isinstance(moved, BalancedMicrobatch)
         read = {
             name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))
-            for name, e in self.read.items()
+            for name, e in self.rank_encoders.items()
         }
-        return replace(moved, read=read, drawn=self.drawn and self.drawn.map(function))
+        return replace(
+            moved,
+            rank_encoders=read,
+            rank_generator=self.rank_generator and self.rank_generator.map(function),
+        )
 
 
-def exchanged_row(
+def slice_balanced_microbatch(
     microbatch: BalancedMicrobatch, ranks: int, widths: Mapping[str, int]
 ) -> SlicedMicrobatch:
     """Return the microbatch with the inputs of encoders, LLM and generator of a rank.
@@ -389,62 +402,70 @@ def exchanged_row(
         ranks: Number of data-parallel ranks.
         widths: Widths of the features of each encoder, in any unit.
     """
-    shown: dict[str, EncoderInputs] = {}
+    llm_encoders: dict[str, EncoderInputs] = {}
     routes: dict[str, FeatureRoute] = {}
-    for name, read_by in microbatch.read_by.items():
+    for name, read_by in microbatch.image_owners.items():
         if name == GENERATOR:
             continue
-        tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
-        read = [image.tokens for image in microbatch.balanced_meta.images_read_by(name)]
+        tokens = [image.tokens for image in microbatch.meta.images_of_encoder(name)]
+        encoded_tokens = [image.tokens for image in microbatch.rank_meta.images_of_encoder(name)]
         order = sorted(range(len(tokens)), key=read_by.__getitem__)
-        sent = _sums(read, microbatch.read_for[name], ranks)
-        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(tokens, read_by, ranks))
+        sent_counts = _sum_by_owner(encoded_tokens, microbatch.image_sources[name], ranks)
+        routes[name] = FeatureRoute(
+            torch.arange(sum(sent_counts)), sent_counts, _sum_by_owner(tokens, read_by, ranks)
+        )
         inputs = microbatch.encoders.get(name)
         if inputs is None:
-            shown[name] = EncoderInputs(torch.empty(0), [], torch.empty(0, dtype=torch.int64))
+            llm_encoders[name] = EncoderInputs(
+                torch.empty(0), [], torch.empty(0, dtype=torch.int64)
+            )
             continue
         positions = inputs.positions_K.split(tokens)
-        shown[name] = replace(
+        llm_encoders[name] = replace(
             inputs.without_pixels(),
             positions_K=torch.cat([positions[image] for image in order]),
             grids_thw=[inputs.grids_thw[image] for image in order],
-            kept=inputs.kept and [inputs.kept[image] for image in order],
+            tile_regions=inputs.tile_regions and [inputs.tile_regions[image] for image in order],
         )
-    row = _row_share(microbatch, 0, shown, routes, widths)
+    row = _slice_context(microbatch, 0, llm_encoders, routes, widths)
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
-    values |= {"encoders": microbatch.read, "meta": microbatch.balanced_meta}
-    if GENERATOR in microbatch.read_by:
-        values["generator"] = microbatch.drawn
+    values |= {"encoders": microbatch.rank_encoders, "meta": microbatch.rank_meta}
+    if GENERATOR in microbatch.image_owners:
+        values["generator"] = microbatch.rank_generator
         route = _context_route(microbatch, ranks)
         row = replace(row, generator=microbatch.generator, contexts=route)
-    return SlicedMicrobatch(**values, row=row)
+    return SlicedMicrobatch(**values, slice_context=row)
 
 
 def _context_route(microbatch: BalancedMicrobatch, ranks: int) -> FeatureRoute:
     """Return the route of context tokens to the ranks that generate the images."""
-    owners = microbatch.read_by[GENERATOR]
-    homes = microbatch.read_for[GENERATOR]
+    owners = microbatch.image_owners[GENERATOR]
+    sources = microbatch.image_sources[GENERATOR]
     sizes = [image.context for image in microbatch.meta.generated]
-    arriving = [image.context for image in microbatch.balanced_meta.generated]
+    received_sizes = [image.context for image in microbatch.rank_meta.generated]
     starts = list(accumulate(sizes, initial=0))
     order = sorted(range(len(sizes)), key=owners.__getitem__)
     rows = [torch.arange(starts[image], starts[image + 1]) for image in order]
     rows_K = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
-    return FeatureRoute(rows_K, _sums(sizes, owners, ranks), _sums(arriving, homes, ranks))
+    return FeatureRoute(
+        rows_K, _sum_by_owner(sizes, owners, ranks), _sum_by_owner(received_sizes, sources, ranks)
+    )
 
 
-def _row_share(
+def _slice_context(
     microbatch: Microbatch,
     start: int,
-    shown: dict[str, EncoderInputs],
+    encoders: dict[str, EncoderInputs],
     routes: dict[str, FeatureRoute],
     widths: Mapping[str, int],
-) -> RowShare:
+) -> SliceContext:
     merged = merge_routes(routes, widths) if len(routes) > 1 else None
-    return RowShare(start, microbatch.input_ids_T, microbatch.targets_T, shown, routes, merged)
+    return SliceContext(
+        start, microbatch.input_ids_T, microbatch.targets_T, encoders, routes, merged
+    )
 
 
-def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
+def _sum_by_owner(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
     """Return the sum of the values of each owner."""
     sums = [0] * ranks
     for value, owner in zip(values, owners, strict=True):
@@ -452,7 +473,7 @@ def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]
     return sums
 
 
-def _route(positions: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
+def _feature_route(positions: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
     """Return the route of the features of one encoder.
 
     Args:
@@ -463,11 +484,11 @@ def _route(positions: Sequence[Tensor], slices: Sequence[range], rank: int) -> F
     stops = torch.tensor([each.stop for each in slices], device=positions[rank].device)
     owner_K = torch.searchsorted(stops, positions[rank], right=True)
     sent = torch.bincount(owner_K, minlength=len(slices)).tolist()
-    received = [len(_inside(positions_K, slices[rank])) for positions_K in positions]
+    received = [len(_positions_in(positions_K, slices[rank])) for positions_K in positions]
     return FeatureRoute(owner_K.argsort(stable=True), sent, received)
 
 
-def _inside(positions_K: Tensor, token_range: range) -> Tensor:
+def _positions_in(positions_K: Tensor, token_range: range) -> Tensor:
     return positions_K[(positions_K >= token_range.start) & (positions_K < token_range.stop)]
 
 
@@ -477,26 +498,28 @@ def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
         return meta
     tokens = len(slice_ranges(meta.tokens, ranks)[rank])
     owners: dict[str | None, Iterator[int]] = {}
-    for encoder in _readers(meta):
-        shares = image_shares(meta.patches(encoder), ranks)
+    for encoder in _encoder_names(meta):
+        shares = assign_images(meta.patches(encoder), ranks)
         owners[encoder] = iter([reader for reader, share in enumerate(shares) for _ in share])
-    return MicrobatchMeta(tuple(_with_own(s, owners, rank) for s in meta.samples), tokens)
+    return MicrobatchMeta(tuple(_with_local_images(s, owners, rank) for s in meta.samples), tokens)
 
 
-def _readers(meta: MicrobatchMeta) -> list[str]:
+def _encoder_names(meta: MicrobatchMeta) -> list[str]:
     named = (i.encoder or s.encoder for s in meta.samples for i in s.images)
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
-def _with_own(
-    sample: SampleMeta, owners: Mapping[str | None, Iterator[int]], rank: int
+def _with_local_images(
+    sample: SampleMeta, rank_iterators: Mapping[str | None, Iterator[int]], rank: int
 ) -> SampleMeta:
     """Return a sample with the images that one rank encodes.
 
     Args:
         sample: Sample with all images.
-        owners: Iterators over the ranks of the next images, by encoder.
+        rank_iterators: Iterators over the ranks of the next images, by encoder.
         rank: Rank whose images are selected.
     """
-    local_images = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
+    local_images = [
+        i for i in sample.images if next(rank_iterators[i.encoder or sample.encoder]) == rank
+    ]
     return replace(sample, images=tuple(local_images))

@@ -53,20 +53,20 @@ __all__ = [
     "COMPILE_ERRORS",
     "accumulate_gradients",
     "clear_forward_order",
-    "end_of_reducing",
+    "dtensor_like",
     "fill_missing_gradients",
+    "find_process_group",
     "finish_reducing",
+    "free_reduce_buffers",
     "fused_gather_matmul",
     "fused_matmul_scatter",
     "fused_multiply_add",
-    "group_named",
     "has_dynamic_sizes",
-    "high_priority",
+    "high_priority_options",
     "initialize_fsdp",
     "is_view",
     "local_tensors",
-    "placed_like",
-    "release_reduced",
+    "record_reduction_end",
     "stage_backward_input",
     "stage_backward_weight",
     "start_all_gather",
@@ -119,7 +119,7 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def placed_like(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+def dtensor_like(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     """Return a DTensor of a local tensor on its current device.
 
     `DTensor.from_local` would move the tensor to the device of the mesh.
@@ -199,13 +199,13 @@ def start_reducing(module: FSDPModule) -> list[Any]:
     return states
 
 
-def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
+def finish_reducing(module: FSDPModule, states: list[Any]) -> None:
     """Make the current stream wait for the reductions, and end the backward pass."""
     module._get_fsdp_state()._root_post_backward_final_callback()
-    held.clear()  # later allocations of this stream are written after the reductions
+    states.clear()  # later allocations of this stream are written after the reductions
 
 
-def release_reduced(module: FSDPModule) -> None:
+def free_reduce_buffers(module: FSDPModule) -> None:
     """Make the current stream wait for reduce-scatters, and free their buffers.
 
     FSDP does this at the end of the last backward pass, and in other backward passes before a layer
@@ -224,7 +224,7 @@ def release_reduced(module: FSDPModule) -> None:
     states.clear()
 
 
-def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:
+def record_reduction_end(module: FSDPModule) -> torch.cuda.Event | None:
     """Return an event with a time at the end of the last reductions, or None without CUDA."""
     communication = module._get_fsdp_state()._comm_ctx
     scatters = communication.reduce_scatter_stream
@@ -241,7 +241,7 @@ class CompileEvent(NamedTuple):
     """A compilation of torch.compile."""
 
     number: str
-    during_us: float
+    observed_us: float
     """Wall-clock time during the compilation, in microseconds."""
 
     @classmethod
@@ -249,17 +249,20 @@ class CompileEvent(NamedTuple):
         """Return the compilation that is in progress."""
         return cls(str(CompileContext.current_compile_id()), time.time_ns() / 1e3)
 
-    def figures(self) -> tuple[str, float, bool]:
+    def statistics(self) -> tuple[str, float, bool]:
         """Return (failed guards of other graphs, duration in ms, whether a cache had the code)."""
         metrics = [  # forward and backward; a reset of torch.compile restarts the numbers
-            part
-            for part in get_compilation_metrics()
-            if str(part.compile_id) == self.number and (part.end_time_us or 0) >= self.during_us
+            metric
+            for metric in get_compilation_metrics()
+            if str(metric.compile_id) == self.number
+            and (metric.end_time_us or 0) >= self.observed_us
         ]
-        reason = next((part.recompile_reason for part in metrics if part.recompile_reason), "")
-        took_ms = sum((part.duration_us or 0) / 1e3 for part in metrics)
-        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in metrics)
-        return reason, took_ms, hits > 0
+        reason = next(
+            (metric.recompile_reason for metric in metrics if metric.recompile_reason), ""
+        )
+        duration_ms = sum((metric.duration_us or 0) / 1e3 for metric in metrics)
+        hits = sum(metric.aotautograd_local_cache_hit_count or 0 for metric in metrics)
+        return reason, duration_ms, hits > 0
 
 
 def has_dynamic_sizes(tensor: Tensor) -> bool:
@@ -267,7 +270,7 @@ def has_dynamic_sizes(tensor: Tensor) -> bool:
     return hasattr(tensor, "_dynamo_weak_dynamic_indices")
 
 
-def compiler_named(backend: str) -> Callable[..., Any]:
+def find_compiler(backend: str) -> Callable[..., Any]:
     """Return a backend of torch.compile: a function of a graph and example inputs."""
     return lookup_backend(backend)
 
@@ -277,7 +280,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return inductor_prims.fma(a, b, c)
 
 
-def usual_code_cache() -> str:
+def default_code_cache() -> str:
     """Return the default cache directory of torch.compile."""
     return default_cache_dir()
 
@@ -299,31 +302,31 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
         yield from groups
 
 
-def new_patient_group(timeout: timedelta) -> ProcessGroup:
+def new_long_timeout_group(timeout: timedelta) -> ProcessGroup:
     """Return a gloo group of all ranks with a timeout that applies after it has connected.
 
     The timeout for connecting is at most that of the default group, so that a rank that exits
     during the start is detected.
     """
     device = torch.device("cpu")
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    meeting = timeout
+    world = dist.group.WORLD
+    assert world is not None
+    connect_timeout = timeout
     if "cpu" in dist.get_backend_config():
-        meeting = min(timeout, everyone._get_backend(device).options._timeout)
-    group = dist.new_group(backend="gloo", timeout=meeting)
+        connect_timeout = min(timeout, world._get_backend(device).options._timeout)
+    group = dist.new_group(backend="gloo", timeout=connect_timeout)
     _set_pg_timeout(timeout, group)
     return group
 
 
-def high_priority(timeout: timedelta) -> Any:
+def high_priority_options(timeout: timedelta) -> Any:
     """Return NCCL options of groups whose kernels have priority over other ready kernels."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     return options
 
 
-def group_named(name: str) -> ProcessGroup:
+def find_process_group(name: str) -> ProcessGroup:
     """Return the process group with a name."""
     return _resolve_process_group(GroupName(name))
 
@@ -365,11 +368,11 @@ def wait(started: Tensor) -> Tensor:
 
 
 def fused_gather_matmul(
-    x_SD: Tensor, matrices: list[Tensor], group: ProcessGroup, keep: bool
+    x_SD: Tensor, matrices: list[Tensor], group: ProcessGroup, returns_input: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return the rows of all ranks, or None, and their matmuls with `matrices` (D, F)."""
     fused = torch.ops.symm_mem.fused_all_gather_matmul
-    return fused(x_SD, matrices, 0, group.group_name, return_A=keep)
+    return fused(x_SD, matrices, 0, group.group_name, return_A=returns_input)
 
 
 def fused_matmul_scatter(x_NF: Tensor, matrix_FD: Tensor, group: ProcessGroup) -> Tensor:

@@ -19,7 +19,7 @@ from torchmm.common.errors import PlanError
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
-from torchmm.pipelining.plan.orders import needed_action, order_problems
+from torchmm.pipelining.plan.orders import action_in_step, order_problems
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder
 
 _ORDER_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -71,14 +71,18 @@ def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
 def _chunks(graph: StageGraph) -> list[list[Task]]:
     """Return the tasks of each stage, sorted by microbatch and sub-microbatch."""
     return [
-        [Task(stage, m, p) for m in range(graph.microbatches) for p in range(graph.parts(stage, m))]
+        [
+            Task(stage, m, p)
+            for m in range(graph.microbatches)
+            for p in range(graph.task_count(stage, m))
+        ]
         for stage in range(len(graph.layout.stages))
     ]
 
 
 def _normalized_action(graph: StageGraph, action: Action) -> Action | None:
     """Return the action of this step. A B that is not needed is returned, to be reported."""
-    return action if action.type is ActionType.B else needed_action(graph, action)
+    return action if action.type is ActionType.B else action_in_step(graph, action)
 
 
 def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action, ...], ...]:

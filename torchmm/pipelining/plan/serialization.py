@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import Launch, LayerMode, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import EncoderLaunch, MessageSpecs, PipelinePlan, RecomputeMode
 
 Int32s = NDArray[np.int32]
 _TYPES = tuple(ActionType)
 _TYPE_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
-_MODES: tuple[LayerMode, ...] = get_args(LayerMode)
+_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 _FIELDS = len(Action._fields)
 
 
@@ -53,9 +53,14 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
         at = {action: position for position, action in enumerate(program)}
         for action in program:
             if (launch := plan.launches.get(action)) is not None:
-                sizes = [rank, at[action], len(launch.begins), len(launch.pieces)]
-                begins = [at[begun] for begun in launch.begins]
-                launches.append([*sizes, *begins, *launch.pieces])
+                sizes = [
+                    rank,
+                    at[action],
+                    len(launch.encoder_actions),
+                    len(launch.pieces_per_collective),
+                ]
+                begins = [at[begun] for begun in launch.encoder_actions]
+                launches.append([*sizes, *begins, *launch.pieces_per_collective])
     numbers += (len(launches), *chain(*launches))
     for task, modes in plan.recompute.items():
         numbers += task
@@ -83,7 +88,7 @@ def decode_plan(
     end = begin + _FIELDS * sum(counts)
     if end >= len(numbers):
         raise ValueError(f"a plan of {sum(counts)} actions in {len(numbers)} numbers")
-    rows = _Programs(numbers[begin:end], counts)
+    rows = _DecodedPrograms(numbers[begin:end], counts)
     values = iter(numbers[end:].tolist())
     modules = _modules(graph)
     replica: dict[tuple[str, int, int], int] = {}
@@ -91,12 +96,12 @@ def decode_plan(
         module, microbatch, part, number = islice(values, 4)
         replica[modules[module], microbatch, part] = number
     graph = replace(graph, replica=replica) if replica or graph.replica else graph
-    launches: dict[Action, Launch] = {}
+    launches: dict[Action, EncoderLaunch] = {}
     for _ in range(next(values)):
         rank, position, begins, collectives = islice(values, 4)
         begun = tuple(rows[rank][place] for place in islice(values, begins))
-        launches[rows[rank][position]] = Launch(begun, tuple(islice(values, collectives)))
-    recompute: dict[Task, tuple[LayerMode, ...]] = {}
+        launches[rows[rank][position]] = EncoderLaunch(begun, tuple(islice(values, collectives)))
+    recompute: dict[Task, tuple[RecomputeMode, ...]] = {}
     for index in values:  # stage of the next task with recomputation
         stage = graph.layout.stages[index]
         task = Task(index, *islice(values, 2))
@@ -104,7 +109,7 @@ def decode_plan(
     return PipelinePlan(graph, rows, specs(graph), True, recompute, launches)
 
 
-class _Programs(Sequence[tuple[Action, ...]]):
+class _DecodedPrograms(Sequence[tuple[Action, ...]]):
     """Actions of each rank, decoded on first access.
 
     Args:
