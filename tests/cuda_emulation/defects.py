@@ -192,7 +192,7 @@ def pageable_copy() -> None:
 
 def stale_graph_input() -> None:
     """Run a CUDA graph of an encoder with the images of its capture."""
-    original = _Graph._fill
+    original = _Graph._copy_padded
     filled = set()
 
     def fill(self, static, values):
@@ -200,7 +200,7 @@ def stale_graph_input() -> None:
             original(self, static, values)
         filled.add(id(static))
 
-    _Graph._fill = fill
+    _Graph._copy_padded = fill
 
 
 DEFECTS: dict[str, Callable[[], None]] = {

@@ -163,7 +163,7 @@ def plan_errors() -> list[str]:
     rank = searched_model.mesh.rank
 
     def fail(planner: StaticPlanner) -> None:
-        if planner._shared.leads and searched_model.mesh.data_parallel_rank == 1:
+        if planner._shared.is_leader and searched_model.mesh.data_parallel_rank == 1:
             config = searched_model.pipeline.config.model_copy(
                 update={"schedule": "of another world"}
             )
