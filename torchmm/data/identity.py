@@ -46,6 +46,7 @@ SAMPLE_KEYS = (
     "columns",
     "max_samples",
     "train_on",
+    "train_template_prefix",
 )
 """Keys of a source that may change its samples, and therefore their digest."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")

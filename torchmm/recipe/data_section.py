@@ -176,6 +176,9 @@ class SourceConfig(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Chat text that is included in the loss: all assistant messages, only the last one, or all
     text with the chat template. A `loss` or `train` field of a message has precedence."""
+    train_template_prefix: bool = False
+    """Whether the loss includes text that the chat template writes at the start of an answer, such
+    as an empty `<think></think>`. Models that are used with the same template never generate it."""
     metrics: list[Score] = Field(default=[])
     """Metrics of the text that the model generates for `validation.num_samples` held-out samples.
     Only for [[data.validation]]. See docs/guides/evaluation.md."""

@@ -175,7 +175,8 @@ class Replayed(OurProgram):
 class Planned(Replayed):
     """Trainer step with concurrent planning.
 
-    All programs run the first plan of the planning process.
+    Later steps of all programs run the plan of the last warmup step. Statistics are on the
+    planning rank only, so the choice depends on the step number, which all ranks share.
 
     Args:
         cores: Cores of the planning process.
@@ -217,7 +218,7 @@ class Planned(Replayed):
         plan, self.statistics = self.planner.plan(
             self.number, batch, lambda: [[m.meta for m in batch]]
         )
-        if self.statistics.get("predicted_step_ms") is not None and not self.shared:
+        if self.number == WARM:
             self.shared.append(plan)
         used = StepPlan(self.shared[0] if self.shared else plan, self.statistics)
         outcome = self.train_step(used.plan, index)

@@ -78,14 +78,14 @@ def tokenizers(tokenizer):
 def render(tokenizers):
     """Return a function that renders messages with a template."""
 
-    def render_sample(template, messages, tools=None, train_on="assistant", files=()):
+    def render_sample(template, messages, tools=None, files=(), **options):
         if template not in tokenizers:
             tokenizers[template] = with_template(tokenizers["chatml"], template)
         used = tokenizers[template]
         conversation = messages_to_conversation(
             messages, {"image": files}, tools=read_tools({"tools": tools})
         )
-        return ChatTemplate(used)(conversation, SampleOptions(train_on=train_on))
+        return ChatTemplate(used)(conversation, SampleOptions(**options))
 
     return render_sample
 
@@ -129,17 +129,16 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 LEARNT = [
     ("chatml", PLAIN, ["a dog<|im_end|>", "red<|im_end|>"]),
     ("qwen2.5", TOOL, [QWEN_CALL, "the sun<|im_end|>"]),
-    ("qwen3", TOOL, [QWEN_CALL, f"{NO_THOUGHT}the sun<|im_end|>"]),
+    ("qwen3", TOOL, [QWEN_CALL, "the sun<|im_end|>"]),
     ("qwen3", THOUGHT, ["<think>\nbecause\n</think>\n\nred<|im_end|>"]),
-    ("qwen3", PLAIN, ["a dog<|im_end|>", f"{NO_THOUGHT}red<|im_end|>"]),
+    ("qwen3", PLAIN, ["a dog<|im_end|>", "red<|im_end|>"]),
     ("llama3", PLAIN, ["a dog<|eot_id|>", "red<|eot_id|>"]),
     ("llama3", TOOL, [CALL.replace("arg", "par").replace("paruments", "parameters") + "<|eot_id|>",
                       "the sun<|eot_id|>"]),
     ("mistral", PLAIN, [" a dog</s>", " red</s>"]),
     ("mistral", TOOL, [f'[TOOL_CALLS] [{CALL[:-1]}, "id": "abcdefg00"}}]</s>', " the sun</s>"]),
     ("gemma", PLAIN, ["a dog<end_of_turn>", "red<end_of_turn>"]),
-    ("smollm3", PLAIN, ["<|im_start|>assistant\na dog<|im_end|>\n",
-                        "<|im_start|>assistant\nred<|im_end|>\n"]),
+    ("smollm3", PLAIN, ["a dog<|im_end|>\n", "red<|im_end|>\n"]),
     ("tagged", THOUGHT, ["<think>because</think>red<|im_end|>"]),
     ("harmony", THOUGHT, ["<|channel|>analysis<|message|>because<|end|>"
                           "<|start|>assistant<|channel|>final<|message|>red<|end|>"]),
@@ -175,7 +174,8 @@ def test_loss_mask_matches_generation_tags(tokenizers, render, text_spec, templa
     native_messages = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    out = TextEncoder(tokenizer, text_spec, 4096).encode(render(template, messages), [])
+    sample = render(template, messages, train_template_prefix=True)
+    out = TextEncoder(tokenizer, text_spec, 4096).encode(sample, [])
     assert out.ids == native_messages["input_ids"]
     assert out.loss == [bool(mask) for mask in native_messages["assistant_masks"]]
 
@@ -236,9 +236,6 @@ def test_non_boolean_message_flag_is_corrupt(render, keys, message):
         ("chatml", THOUGHT, "omits reasoning_content of message 2"),
         ("chatml", TOOL, "omits tool_calls of message 2"),
         ("gemma", TOOL, "omits tool_calls of message 2"),
-        ("qwen3", [*THOUGHT, *PLAIN], "omits reasoning_content of message 2"),
-        ("qwen3", [ask("two"), say("<think>\nbecause</think>red")], "changes content of message 2"),
-        ("qwen3", [ask("x"), say("<think>a</think>b"), *PLAIN], "changes content of message 2"),
         ("llama3", [ask("x"), call({"city": "a"}, content="well"), result("b"), say("c")],
          "omits content of message 2"),
         ("llama3", [ask("x"), call({}, {})], "rejects the messages: one call at a time"),
@@ -463,7 +460,8 @@ def test_loss_mask_matches_transformers_with_tags(
         )
     except jinja2.TemplateError:
         pytest.skip("the template rejects this order of roles")
-    out = TextEncoder(tagged, text_spec, 4096).encode(render(template, messages), [])
+    sample = render(template, messages, train_template_prefix=True)
+    out = TextEncoder(tagged, text_spec, 4096).encode(sample, [])
     assert out.ids == native_messages["input_ids"]
     assert out.loss == [bool(mask) for mask in native_messages["assistant_masks"]]
     assert any(out.loss)
@@ -518,12 +516,12 @@ def test_template_options_change_length_and_identity(tokenizers, text_spec):
 
 
 def test_template_options_move_start_of_answer(tokenizers, render):
-    # If thinking is disabled, the prompt for an answer has the empty thought of GLM-4.6.
+    # If thinking is disabled, the generation prompt has the empty reasoning block of GLM-4.6.
     thinking, quiet = (
         loss_text(with_options(options, GLM46)(render, tokenizers))
         for options in (None, {"enable_thinking": False})
     )
-    assert thinking == ["\n<think></think>\na dog", "\n<think></think>\nred"]
+    assert thinking == ["a dog", "red"]
     assert quiet == ["\na dog", "\nred"]
 
 
@@ -586,14 +584,17 @@ def random_chat(rng):
         value = [lambda: rng.choice(leaves), lambda: [table(0)], lambda: table(depth - 1)]
         return {text(): value[rng.randrange(3 if depth else 1)]() for _ in range(rng.randint(0, 3))}
 
+    def answer():  # reasoning in content: see test_chat_reasoning.py
+        return text(True).replace("</think>", "")
+
     messages = [{"role": "system", "content": text(True)}] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 3)):
         messages.append(ask(text(True)))
         if rng.random() < 0.4:
             arguments = [json.dumps(table()) for _ in range(rng.randint(1, 2))]
-            messages.append(call(*arguments, content=text(True) if rng.random() < 0.3 else ""))
+            messages.append(call(*arguments, content=answer() if rng.random() < 0.3 else ""))
             messages += [result(text(True), number) for number in range(len(arguments))]
-        messages.append(say(text()))
+        messages.append(say(answer() + "x"))
         if rng.random() < 0.3:
             messages[-1]["reasoning_content"] = text()
     return messages

@@ -18,6 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -41,11 +42,18 @@ from torchmm.data.media.chat_spans import (
     CharacterSpan,
     TurnSpanFinder,
     find_delimiters,
+    find_prefix,
     group_spans_by_turn,
     loss_mask,
+    skip_prefix,
 )
 from torchmm.data.record_formats.chat_keys import is_empty
-from torchmm.data.record_formats.chat_types import Conversation, Turn, match_tool_results
+from torchmm.data.record_formats.chat_types import (
+    Conversation,
+    Turn,
+    match_tool_results,
+    split_reasoning,
+)
 from torchmm.data.record_formats.sample import (
     AudioSegment,
     FileSegment,
@@ -116,15 +124,28 @@ class ChatTemplate:
         problems: list[CorruptSampleError] = []
         for json_arguments in (False, True) if calls else (False,):
             for parts in (False, True):
+                style = MessageStyle(parts, json_arguments)
                 try:
-                    return _RenderedConversation(
-                        self, conversation, MessageStyle(parts, json_arguments)
-                    ).sample(options)
+                    with_reasoning = self._with_reasoning(conversation, style)
+                    return _RenderedConversation(self, with_reasoning, style).sample(options)
                 except CorruptSampleError as error:
                     problems.append(error)
         content_errors = [e for e in problems if not isinstance(e, TemplateRejectionError)]
         # With an unsupported style, the template omits contents. Prefer the error of another style.
         raise min(content_errors or problems, key=lambda error: " content of" in str(error))
+
+    def _with_reasoning(self, conversation: Conversation, style: MessageStyle) -> Conversation:
+        """Split reasoning from contents, if the template writes reasoning.
+
+        Other templates write "<think>" in a content as ordinary text.
+        """
+        turns = tuple(split_reasoning(turn) for turn in conversation.turns)
+        if all(new is old for new, old in zip(turns, conversation.turns, strict=True)):
+            return conversation
+        delimiters = self.assistant_delimiters(
+            style, bool(conversation.tools), conversation.template_options
+        )
+        return replace(conversation, turns=turns) if delimiters.writes_reasoning else conversation
 
     def _check_options(self, conversation: Conversation) -> None:
         """Raise CorruptSampleError for a template option that is reserved or has no effect."""
@@ -231,6 +252,9 @@ class ChatTemplate:
             messages = template_messages(Conversation(tuple(turns)), style, MarkerWriter())
             return self.render(messages, None, options, prompt)
 
+        def after_header(text: str) -> str:
+            return text.partition(header)[2] if header else ""
+
         eos = self.tokenizer.eos_token
         try:
             question = render(plain[:1])
@@ -249,7 +273,18 @@ class ChatTemplate:
                 followed.append(split_at_markers(render(turns))[2])
             except (TemplateRejectionError, IndexError):
                 continue  # a template may accept one answer only, or no two in a row
-        return find_delimiters(header, split_at_markers(answered)[-1], followed, self._special)
+        delimiters = find_delimiters(
+            header, split_at_markers(answered)[-1], followed, self._special
+        )
+        try:
+            texts = split_at_markers(render((plain[0], replace(plain[1], reasoning="r"))))
+        except TemplateRejectionError:
+            texts = []
+        # Text before the question, and after the question, the reasoning and the answer.
+        writes_reasoning = len(texts) == 4
+        block = after_header("".join(texts[1:3])) if writes_reasoning else ""
+        prefix = find_prefix(after_header(between), block)
+        return replace(delimiters, prefix=prefix, writes_reasoning=writes_reasoning)
 
     def warn_missing_end_token(self) -> None:
         """Warn once that assistant messages have no end token."""
@@ -293,7 +328,10 @@ class _RenderedConversation:
             if call is not None and call["function"]["name"] == conversation.turns[k].name
         }
         plain = template.render(self.messages, self.tools, self.options)
-        self.rendering = align_rendering(marked, plain, markers.markers, named)
+        users = [k for k, turn in enumerate(conversation.turns) if turn.role == "user"]
+        self.rendering = align_rendering(
+            marked, plain, markers.markers, named, range(max(users, default=0))
+        )
         self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
         self._check_tools()
 
@@ -325,10 +363,18 @@ class _RenderedConversation:
             rendering, turns, assistant_delimiters, self.template.special, start_token, tail
         )
 
+        keeps_prefix = options.train_template_prefix or options.train_on == "all"
+
         def spans(turn: int) -> Sequence[CharacterSpan]:
-            if generation_spans is None or turns[turn].role != "assistant":
+            if turns[turn].role != "assistant":
                 return around(turn)
-            return by_turn.get(turn, [])
+            full = around(turn) if generation_spans is None else by_turn.get(turn, [])
+            if keeps_prefix or not full:
+                return full
+            first = skip_prefix(
+                rendering.text, full[0], around.first_string(turn), assistant_delimiters
+            )
+            return [first, *full[1:]]
 
         mask = loss_mask(turns, options.train_on, len(rendering.text), spans)
         template = self.template

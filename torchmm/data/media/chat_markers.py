@@ -226,7 +226,11 @@ class AlignedRendering:
 
 
 def align_rendering(
-    marked_text: str, plain_text: str, markers: Sequence[Marker], optional: set[int]
+    marked_text: str,
+    plain_text: str,
+    markers: Sequence[Marker],
+    optional: set[int],
+    before_last_user: range = range(0),
 ) -> AlignedRendering:
     """Find the strings of a sample in its rendered text.
 
@@ -235,6 +239,8 @@ def align_rendering(
         plain_text: Text rendered with the strings of the sample.
         markers: All markers.
         optional: Turns for which the name of the tool may be omitted.
+        before_last_user: Turns for which the reasoning may be omitted. Most templates write the
+            reasoning only after the last user message.
 
     Raises:
         CorruptSampleError: The template omits, moves, repeats or changes a string.
@@ -245,7 +251,7 @@ def align_rendering(
         raise CorruptSampleError(
             "the chat template writes characters of the Unicode private use area"
         )
-    is_first = _check_complete(numbers, markers, optional)
+    is_first = _check_complete(numbers, markers, optional, before_last_user)
     ordered = [markers[number] for number in numbers]
     for marker, piece in zip(ordered, pieces[2::2], strict=True):
         _check_scalars(marker, piece)
@@ -259,7 +265,7 @@ def split_at_markers(text: str) -> list[str]:
 
 
 def _check_complete(
-    numbers: Sequence[int], markers: Sequence[Marker], optional: set[int]
+    numbers: Sequence[int], markers: Sequence[Marker], optional: set[int], before_last_user: range
 ) -> list[bool]:
     """Check that no marker is missing, and return whether each one is a first occurrence."""
     first: dict[int, int] = {}
@@ -268,7 +274,10 @@ def _check_complete(
             raise CorruptSampleError(f"the chat template repeats {markers[number].location}")
         first.setdefault(number, position)
     for number, marker in enumerate(markers):
-        if number not in first and not (marker.kind == "name" and marker.turn in optional):
+        may_be_omitted = (marker.kind == "name" and marker.turn in optional) or (
+            marker.kind == "reasoning_content" and marker.turn in before_last_user
+        )
+        if number not in first and not may_be_omitted:
             raise CorruptSampleError(f"the chat template omits {marker.location}")
     order = [n for n in first if markers[n].kind not in ("name", "tools")]
     last: dict[Any, int] = {}

@@ -6,6 +6,12 @@
 With `{% generation %}` tags, the template defines the spans. Otherwise the span of an assistant
 turn starts after the generation prompt and includes its end token. It contains reasoning, content
 and the syntax of tool calls.
+
+Some templates write text at the start of an answer that the model never has to generate, such as an
+empty `<think></think>`. `skip_prefix` excludes it from a span:
+
+    <|user|>Hi<|end|><|assistant|><think></think>Hello<|end|>
+                     header        prefix        ^^^^^^^^^^^^
 """
 
 from __future__ import annotations
@@ -32,6 +38,43 @@ class AssistantDelimiters:
     """Special tokens that end an assistant message."""
     epilogue: str = ""
     """Text after the last assistant message, which ends the chat."""
+    prefix: str = ""
+    """Empty reasoning block that the template writes before the content of an answer without
+    reasoning, or ""."""
+    writes_reasoning: bool = False
+    """Whether the template writes the reasoning of the last answer."""
+
+
+def find_prefix(written: str, reasoning_block: str) -> str:
+    """Return the text before the content of an answer if it is an empty reasoning block, or "".
+
+    Other text before the content, such as `<|channel|>final<|message|>` of GPT-OSS, is a choice of
+    the model.
+
+    Args:
+        written: Text between the header and the content of an answer without reasoning.
+        reasoning_block: Text around the reasoning of an answer, up to its content.
+    """
+    blocks = ("".join(block.split()) for block in (reasoning_block, "<think></think>"))
+    return written if "".join(written.split()) in filter(None, blocks) else ""
+
+
+def skip_prefix(
+    text: str, span: CharacterSpan, first_string: int, delimiters: AssistantDelimiters
+) -> CharacterSpan:
+    """Return a span of an assistant turn without the header and the prefix of the template.
+
+    Args:
+        text: Rendered text.
+        span: Span of the turn.
+        first_string: Start of the first string of the turn in the text.
+        delimiters: Text of the template around assistant messages.
+    """
+    start, end = span
+    for written in (delimiters.header, delimiters.prefix):
+        if text.startswith(written, start) and start + len(written) <= first_string:
+            start += len(written)
+    return start, end
 
 
 def find_delimiters(
@@ -167,6 +210,10 @@ class TurnSpanFinder:
         end = self.rendering.positions[numbers[-1]][1]
         token = self.special.match(self.rendering.text, end)
         return [(start, token.end("token") if token else end)]
+
+    def first_string(self, turn: int) -> int:
+        """Return the start of the first string of a turn with strings."""
+        return self.rendering.positions[self._numbers[turn][0]][0]
 
     def _start(self, turn: int, number: int) -> int:
         begin, end = self.rendering.template_range(number)

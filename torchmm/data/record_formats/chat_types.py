@@ -8,12 +8,14 @@ dropped without a message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchmm.data.record_formats.sample import AudioSegment, ImageSegment, VideoSegment
 
 ROLES = ("system", "user", "assistant", "tool")
+THINK_START, THINK_END = "<think>", "</think>"
+"""Tags around the reasoning in the content of an answer, as in most public reasoning data."""
 
 Part = str | ImageSegment | AudioSegment | VideoSegment
 """Content part: text or a file."""
@@ -48,6 +50,28 @@ class Conversation:
     """Descriptions of available tools for the chat template."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template from the record, such as `enable_thinking`."""
+
+
+def split_reasoning(turn: Turn) -> Turn:
+    """Return an answer such as "<think>reasoning</think>answer" with its reasoning in `reasoning`.
+
+    The opening tag may be missing, because some templates write it as part of the prompt. Other
+    turns are returned unchanged.
+    """
+    text = turn.parts[0] if turn.parts else ""
+    if turn.role != "assistant" or turn.reasoning is not None or not isinstance(text, str):
+        return turn
+    before, _, answer = text.partition(THINK_END)
+    outside, _, reasoning = before.rpartition(THINK_START)
+    is_split = THINK_END in text and THINK_END not in answer and not outside.strip()
+    if not is_split or THINK_START in outside or THINK_START in answer:
+        return turn
+    answer = answer.lstrip("\n")
+    if not answer and not turn.parts[1:] and not turn.tool_calls:
+        return turn  # reasoning without an answer
+    reasoning = reasoning.strip("\n")
+    parts = (answer, *turn.parts[1:]) if answer else turn.parts[1:]
+    return replace(turn, parts=parts, reasoning=reasoning if reasoning.strip() else None)
 
 
 def match_tool_results(turns: Sequence[Turn]) -> dict[int, tuple[dict[str, Any] | None, bool]]:

@@ -116,6 +116,9 @@ def messages_to_conversation(
             )
         for part in split_anthropic_parts({**message, "role": role}):
             turn, content = _read_turn(part)
+            if turns and _continues(turn, content, turns[-1]):
+                turns[-1] = replace(turns[-1], tool_calls=turn.tool_calls)
+                continue
             turns.append(replace(turn, train=False) if number < num_context_messages else turn)
             contents.append((turn.role, content))
     parts = read_contents(contents, files, root, placeholders)
@@ -143,6 +146,21 @@ def _read_turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:
     reasoning = read_reasoning(message) if answers else None
     turn = Turn(role, (), reasoning, calls, **named, train=read_loss_flag(message))
     return turn, content
+
+
+def _continues(turn: Turn, content: Any, previous: Turn) -> bool:
+    """Return True if a message with tool calls only continues the answer before it.
+
+    Some formats store the text and the tool calls of an answer as two messages.
+    """
+    return (
+        bool(turn.tool_calls)
+        and _is_empty_content(content)
+        and turn.reasoning is None
+        and previous.role == "assistant"
+        and not previous.tool_calls
+        and previous.train == turn.train
+    )
 
 
 def _is_empty_content(content: Any) -> bool:

@@ -30,11 +30,18 @@ class SampleOptions:
     """Column with a target image or video."""
     train_on: str = "assistant"
     """Messages of a chat that are included in the loss, see `SourceConfig.train_on`."""
+    train_template_prefix: bool = False
+    """See `SourceConfig.train_template_prefix`."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> SampleOptions:
         """Return the options of a source in a recipe."""
-        return cls(config.prompt, config.target_image_column, config.train_on)
+        return cls(
+            config.prompt,
+            config.target_image_column,
+            config.train_on,
+            config.train_template_prefix,
+        )
 
 
 @dataclass(frozen=True)
