@@ -433,6 +433,8 @@ class Microbatch:
     meta: MicrobatchMeta
     generator: GeneratorInputs | None = None
     """Generator inputs, or None without generated images."""
+    sources_T: Tensor | None = None
+    """Index of the data source of each token, int64. None if the loss per source is not needed."""
     target_positions_L: Tensor = None  # type: ignore[assignment]
     """Positions that are included in the loss, int64. If None, they are computed on the CPU.
 

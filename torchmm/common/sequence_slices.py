@@ -344,6 +344,7 @@ def slice_microbatch(
             "input_ids_T": microbatch.input_ids_T[tokens],
             "targets_T": microbatch.targets_T[tokens],
             "position_ids": microbatch.position_ids[..., tokens],
+            "sources_T": None if microbatch.sources_T is None else microbatch.sources_T[tokens],
             "target_positions_L": None,
             "encoders": local_encoders,
         },

@@ -225,7 +225,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 sample = samples[_item_key(item)] = self._decode_or_mask(
                     item, flags, step, read_counter
                 )
-                row.append(sample.without_pixels(), item.meta)
+                row.append(sample.without_pixels(), item.meta, item.feed)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, selected, generated in rank_images.samples:
             if _item_key(item) in local:
@@ -348,7 +348,8 @@ class StepDecoder(Dataset[DecodedStep]):
                 meta = item.meta
                 every = [True] * len(meta.images), [True] * len(meta.generated)
                 sample_flags = flags.next(AssignedSample(item, *every), self._reader.encoders)
-                row.append(self._decode_or_mask(item, sample_flags, step, read_counter), meta)
+                sample = self._decode_or_mask(item, sample_flags, step, read_counter)
+                row.append(sample, meta, item.feed)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
         return row.microbatch(packs, self._sequence_length)

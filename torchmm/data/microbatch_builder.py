@@ -93,13 +93,15 @@ class MicrobatchBuilder:
         self._ids: list[np.ndarray] = []
         self._targets: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
+        self._sources: list[int] = []
+        """Index of the data source of each segment."""
         self._cu_seqlens = [0]
         self._read: dict[str, _ImageLists] = {}
         """Inputs by encoder."""
         self._generated = TargetImageBuilder()
 
-    def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
-        """Append the tokens and images of a sample."""
+    def append(self, sample: DecodedSample, meta: SampleMeta, source: int = 0) -> None:
+        """Append the tokens and images of a sample, with the index of its data source."""
         generated = [True] * len(sample.target_images)
         self.append_images(sample, meta, [True] * len(meta.images), generated)
         blocks = [
@@ -109,7 +111,7 @@ class MicrobatchBuilder:
             == "image"  # audio has text positions
         ]
         positions = self._text_positions(len(sample.ids_L), blocks)
-        self._append_tokens(sample.ids_L, sample.targets_L, positions)
+        self._append_tokens(sample.ids_L, sample.targets_L, positions, source)
 
     def append_images(
         self,
@@ -177,6 +179,7 @@ class MicrobatchBuilder:
             encoders=self.encoder_inputs(),
             meta=microbatch_meta(packs, sequence_length),
             generator=self.generator_inputs(),
+            sources_T=torch.from_numpy(np.repeat(self._sources, np.diff(self._cu_seqlens))),
         )
 
     def encoder_inputs(self) -> dict[str, EncoderInputs]:
@@ -192,11 +195,12 @@ class MicrobatchBuilder:
         return self._generated.inputs(target_preprocessor.values, shared=GENERATOR in self._shared)
 
     def _append_tokens(
-        self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray
+        self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray, source: int = 0
     ) -> None:
         self._ids.append(ids_L)
         self._targets.append(targets_L)
         self._positions.append(positions)
+        self._sources.append(source)
         self._cu_seqlens.append(self._cu_seqlens[-1] + len(ids_L))
 
     def _inputs(self, name: str, medium: MediaPreprocessor) -> EncoderInputs:

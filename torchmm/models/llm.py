@@ -43,12 +43,14 @@ from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.layers.loss import (
     MIN_CHUNKED_VOCABULARY,
     ChunkHead,
+    RowLosses,
     chunk_rows,
     cross_entropy_in_chunks,
     summed_cross_entropy,
 )
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
 from torchmm.models.layers.sequence_exchange import SequenceRanks
+from torchmm.models.layers.source_losses import SourceLosses
 
 StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""
@@ -128,6 +130,7 @@ class LlmModule(LayeredModule):
         )
         self.balance = balance_routers(all_layers, self.text_config)
         self.expert_loads = ExpertLoads(all_layers)
+        self.source_losses = SourceLosses(0)
         self._experts = [has_experts(layer) for layer in all_layers]
         self._windows = [
             _sliding_window(i, layer, self.text_config) for i, layer in enumerate(all_layers)
@@ -290,16 +293,24 @@ class LlmModule(LayeredModule):
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
+        losses: RowLosses | None = None
+        if self.source_losses and microbatch.sources_T is not None:
+            losses = []
         rows = self.loss_chunk_targets
         if isinstance(self.head.weight, DTensor):
             rows = rows or self.sharded_loss_chunk_targets
         if not rows:
-            return summed_cross_entropy(self._logits(microbatch, inputs, positions_L), targets_L)
-        output, _ = self._run_layers(microbatch, inputs)
-        rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
-        head = ChunkHead(self.head, rows)
-        with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
-            return cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L)
+            logits_LV = self._logits(microbatch, inputs, positions_L)
+            loss = summed_cross_entropy(logits_LV, targets_L, losses)
+        else:
+            output, _ = self._run_layers(microbatch, inputs)
+            rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
+            head = ChunkHead(self.head, rows)
+            with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
+                loss = cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L, losses)
+        if losses and microbatch.sources_T is not None:
+            self.source_losses.add(torch.cat(losses), microbatch.sources_T[positions_L])
+        return loss
 
     @contextmanager
     def _logits_after_layers(

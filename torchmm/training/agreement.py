@@ -5,8 +5,8 @@ All functions except `copy_losses` are collective over all ranks, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torchmm.common.device_copies import HostCopy
 from torchmm.common.errors import DataError, NonFiniteError
 from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import max_expert_load_ratio
+from torchmm.models.layers.source_losses import mean_by_source
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import find_non_finite_origin
@@ -126,7 +127,9 @@ def copy_losses(
         loads_LE = model.llm.expert_loads.pop_loads(mesh.device)
         dist.all_reduce(loads_LE)
         load = max_expert_load_ratio(loads_LE)
-    return HostCopy(torch.stack([*outcome.weighted_and_module_losses, grad_norm, load]))
+    by_source_S2 = model.llm.source_losses.pop_sums(mesh.device)
+    scalars = torch.stack([*outcome.weighted_and_module_losses, grad_norm, load])
+    return HostCopy(torch.cat([scalars, by_source_S2.flatten()]))
 
 
 def check_losses(
@@ -136,7 +139,8 @@ def check_losses(
     mesh: ParallelMesh,
     health: HealthMonitor,
     run_again: Callable[[], StepOutcome],
-) -> dict[str, float | None]:
+    sources: Sequence[str] = (),
+) -> dict[str, Any]:
     """Wait for the device and return the metrics of `copy_losses` over all ranks.
 
     Args:
@@ -146,6 +150,7 @@ def check_losses(
         mesh: Mesh of the run.
         health: Heartbeat, which shows that this rank waits for its device.
         run_again: Forward and backward passes of the step, to find the cause of an error.
+        sources: Names of the data sources.
 
     Raises:
         NonFiniteError: A loss or the gradient norm is not finite on some rank. The update has
@@ -153,21 +158,22 @@ def check_losses(
     """
     # The only place where a step waits for its device (`torchmm.common.device_copies`).
     with health.waiting_for_device():
-        *losses, grad_norm, load = copy.tolist()
+        *losses, grad_norm, load = (values := copy.tolist())[:5]
     loss, text, image = (
         value / mesh.module_mesh.sizes.tensor for value in losses
     )  # equal on TP ranks
-    rows = gather_floats([loss, grad_norm, text, image])
+    rows = gather_floats([loss, grad_norm, text, image, *values[5:]])
     try:
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
     except NonFiniteError as error:  # raised by all ranks
         location = find_non_finite_origin(model, run_again)
         raise NonFiniteError(f"{error}. Where: {location}") from None
-    loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
+    loss, _, text, image, *by_source = (sum(column) for column in zip(*rows, strict=True))
     return {
         "loss": loss,
         "loss_text": text,
         "loss_image": image,
+        "loss_by_source": mean_by_source(sources, by_source),
         "grad_norm": grad_norm,
         "max_expert_load_ratio": load or None,
     }

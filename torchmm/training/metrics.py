@@ -88,6 +88,11 @@ METRICS: Mapping[str, Metric] = {
         "train", "",
         "With a generator: squared error of the velocity, averaged over pixels and images.",
         nullable=True, progress_format="image {:.4f}"),
+    "loss_by_source": Metric(
+        "train", "nats",
+        "Mean loss per target token of the text of each data source, by source name. Sources "
+        "without targets in the step are omitted. Null for runs with one source.",
+        dict, nullable=True),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
         nullable=True, progress_format="held-out loss {:.4f}"),
@@ -97,6 +102,10 @@ METRICS: Mapping[str, Metric] = {
     "validation_loss_image": Metric(
         "validation", "", "`loss_image` on held-out samples.",
         nullable=True, progress_format="image {:.4f}"),
+    "validation_loss_by_source": Metric(
+        "validation", "nats",
+        "`loss_by_source` on held-out samples. Null for runs with one held-out source.",
+        dict, nullable=True),
     "word_error_rate": Metric(
         "validation", "fraction",
         "Word error rate of the text generated for held-out audio and videos.",
@@ -126,7 +135,7 @@ METRICS: Mapping[str, Metric] = {
         reduce="rate", progress_format="{:.1f} images/s"),
     "generated_images_per_s": Metric(
         "time", "1/s", "Images and videos that the generator is trained on, of all ranks.",
-        nullable=True, reduce="rate", progress_format="{:.1f} drawn/s"),
+        nullable=True, reduce="rate", progress_format="{:.1f} generated/s"),
     "mfu": Metric(
         "time", "0..1",
         "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices. "

@@ -18,8 +18,10 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
+from torchmm.models.layers.source_losses import SourceLosses
 from torchmm.parallel.compilation import log_compiled_graphs
 from torchmm.parallel.health.peers import HealthMonitor
+from torchmm.recipe.data_section import unique_names
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
 from torchmm.training.components import RunComponents
 from torchmm.training.hooks.hook import FinishedStep, TrainingContext, TrainState
@@ -57,6 +59,8 @@ class Trainer:
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
+        self.sources = unique_names(recipe.data.sources)
+        components.model.llm.source_losses = SourceLosses(len(self.sources))
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
         self.updates = OptimizerUpdate(
             components.model,
@@ -142,8 +146,9 @@ class Trainer:
         counts = self.meter.count(batch)
         components.planner.plan_ahead(components.loader.planned_metas)
         losses = check_losses(
-            step, loss_copy, components.model, components.mesh, self.health, forward_backward
-        )
+            step, loss_copy, components.model, components.mesh, self.health, forward_backward,
+            self.sources,
+        )  # fmt: skip
         self.updates.finish()
 
         self.state.step = step

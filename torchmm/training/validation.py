@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
+from torchmm.models.layers.source_losses import SourceLosses
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 
@@ -16,11 +18,21 @@ from torchmm.training.pipeline import Pipeline
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def held_out_losses(
-    pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh
-) -> dict[str, float]:
+    pipeline: Pipeline,
+    batches: Iterable[StepBatch],
+    mesh: ParallelMesh,
+    source_losses: SourceLosses | None = None,
+) -> dict[str, Any]:
     """Return the mean losses over all held-out batches and ranks.
 
     The loss of "llm" is the mean over target tokens, that of "generator" the mean over images.
+
+    Args:
+        pipeline: Pipeline of this rank.
+        batches: Held-out batches.
+        mesh: Mesh of the run.
+        source_losses: Sums by held-out source, to which the LLM adds its losses. The result has
+            them as "by_source": loss and number of targets of each source, flattened.
     """
     sums = {name: torch.zeros((), device=mesh.device) for name in ("llm", GENERATOR)}
     targets = images = 0
@@ -33,6 +45,11 @@ def held_out_losses(
     # All ranks with the same samples count targets, but only one tensor-parallel group of them has
     # the losses of a module.
     fraction = mesh.ranks_per_sample / mesh.module_mesh.sizes.tensor
-    local = [*(loss.item() * fraction for loss in sums.values()), targets, images]
-    text, image, all_targets, all_images = mesh.sum_over_data_parallel(local)
-    return {"llm": text / max(1.0, all_targets), GENERATOR: image / max(1.0, all_images)}
+    by_source = source_losses.pop_sums(mesh.device).flatten().tolist() if source_losses else []
+    local = [*(loss.item() * fraction for loss in sums.values()), targets, images, *by_source]
+    text, image, all_targets, all_images, *by_source = mesh.sum_over_data_parallel(local)
+    means: dict[str, Any] = {
+        "llm": text / max(1.0, all_targets),
+        GENERATOR: image / max(1.0, all_images),
+    }
+    return means | {"by_source": by_source} if source_losses else means

@@ -56,25 +56,41 @@ _SCALED_ROWS = 4096
 """Number of rows of the weight gradient that are cast to float32 at once."""
 
 
+RowLosses = list[Tensor]
+"""Losses of consecutive rows, (L,) or shorter, float32, without gradients."""
+
+
 def uses_fused_loss(device: torch.device) -> bool:
     """Return True if losses on `device` use compiled kernels that write gradients in place."""
     return device.type == "cuda" and not find_missing_compiler(device.type)
 
 
-def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+def summed_cross_entropy(
+    logits_LV: Tensor, targets_L: Tensor, rows: RowLosses | None = None
+) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
+
+    Args:
+        logits_LV: (L, V), logits.
+        targets_L: (L,), int64, token ids.
+        rows: List that receives the losses of the rows, if given.
 
     Backward may overwrite `logits_LV` (see `uses_fused_loss`). An operator that has saved them for
     backward then raises the error of autograd about modified tensors.
     """
     at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
     if at_once or _is_fused(logits_LV):  # chunks would not save memory
-        return _cross_entropy(logits_LV, targets_L)
+        return _cross_entropy(logits_LV, targets_L, rows)
     chunks = zip(logits_LV.split(CHUNK_TARGETS), targets_L.split(CHUNK_TARGETS), strict=True)
+    # Backward recomputes each chunk, so that the losses of its rows are a result, not appended.
+    function = _cross_entropy if rows is None else _row_cross_entropies
     losses = [
-        checkpoint(_cross_entropy, logits, targets, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(function, logits, targets, use_reentrant=False, preserve_rng_state=False)
         for logits, targets in chunks
     ]
+    if rows is not None:
+        rows += [loss.detach() for loss in losses]
+        losses = [loss.sum() for loss in losses]
     return torch.stack(losses).sum()
 
 
@@ -84,7 +100,11 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def cross_entropy_in_chunks(
-    head: ChunkHead, compute_logits: Callable[[Tensor], Tensor], rows_LD: Tensor, targets_L: Tensor
+    head: ChunkHead,
+    compute_logits: Callable[[Tensor], Tensor],
+    rows_LD: Tensor,
+    targets_L: Tensor,
+    rows: RowLosses | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
@@ -95,6 +115,7 @@ def cross_entropy_in_chunks(
             vocabulary.
         rows_LD: (L, D), input of the head, identical on all tensor-parallel ranks.
         targets_L: (L,), int64, token ids.
+        rows: List that receives the losses of the rows, if given.
     """
     learns = head.gradient_VD is not None or (torch.is_grad_enabled() and rows_LD.requires_grad)
     rows_gradient_LD = torch.empty_like(rows_LD) if learns else None
@@ -104,7 +125,8 @@ def cross_entropy_in_chunks(
         rows_ND = rows_LD[chunk].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
             # Not `[0]`, whose backward copies the gradient of all logits.
-            loss = _cross_entropy(compute_logits(rows_ND[None]).squeeze(0), targets_L[chunk])
+            logits_NV = compute_logits(rows_ND[None]).squeeze(0)
+            loss = _cross_entropy(logits_NV, targets_L[chunk], rows)
             if rows_gradient_LD is not None:
                 (rows_gradient_LD[chunk],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
@@ -235,16 +257,17 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor]:
         # Without history, so that training and validation share a graph.
         compute = _compiled(_loss_of_rows)
-        loss, max_L1, sum_L1 = compute(_dynamic(logits_LV.detach()), _dynamic(targets_L))
+        loss, loss_L, max_L1, sum_L1 = compute(_dynamic(logits_LV.detach()), _dynamic(targets_L))
         ctx.save_for_backward(logits_LV, targets_L, max_L1, sum_L1)
-        return loss
+        ctx.mark_non_differentiable(loss_L)
+        return loss, loss_L
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, factor: Tensor, _: Tensor) -> tuple[Tensor, None]:
         # Raises an error if the logits were overwritten already.
         logits_LV, targets_L, max_L1, sum_L1 = ctx.saved_tensors
         gradient_LV = _dynamic(logits_LV.detach())
@@ -254,8 +277,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         return gradient_LV, None
 
 
-def _loss_of_rows(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss, and the maximum and the sum of exponentials of each row.
+def _loss_of_rows(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the summed loss, and the loss, maximum and sum of exponentials of each row.
 
     The logarithm of the sum and the maximum are separate. Their sum, the logsumexp, would lose the
     digits that distinguish confident predictions from certain ones.
@@ -264,7 +287,8 @@ def _loss_of_rows(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor,
     max_L1 = x_LV.amax(-1, keepdim=True)
     sum_L1 = (x_LV - max_L1).exp().sum(-1, keepdim=True)
     target_L1 = logits_LV.gather(1, targets_L[:, None]).float()
-    return (sum_L1.log() - (target_L1 - max_L1)).sum(), max_L1, sum_L1
+    loss_L1 = sum_L1.log() - (target_L1 - max_L1)
+    return loss_L1.sum(), loss_L1[:, 0], max_L1, sum_L1
 
 
 def _write_gradient(
@@ -298,8 +322,21 @@ def _is_fused(logits_LV: Tensor) -> bool:
     return is_plain_tensor and uses_fused_loss(logits_LV.device)
 
 
-def _cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+def _cross_entropy(logits_LV: Tensor, targets_L: Tensor, rows: RowLosses | None = None) -> Tensor:
     """Return the summed cross entropy, computed in float32 from all rows at once."""
     if _is_fused(logits_LV):
-        return _InPlaceCrossEntropy.apply(logits_LV, targets_L)
-    return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")
+        loss, loss_L = _InPlaceCrossEntropy.apply(logits_LV, targets_L)
+    elif rows is None:
+        return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")
+    else:
+        loss_L = _row_cross_entropies(logits_LV, targets_L)
+        loss = loss_L.sum()
+    if rows is not None:
+        loss_L = loss_L.detach()
+        rows.append(loss_L.full_tensor() if isinstance(loss_L, DTensor) else loss_L)
+    return loss
+
+
+def _row_cross_entropies(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+    """Return the cross entropy of each row, (L,), float32."""
+    return functional.cross_entropy(logits_LV.float(), targets_L, reduction="none")

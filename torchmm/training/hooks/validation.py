@@ -7,6 +7,8 @@ from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
+from torchmm.models.layers.source_losses import SourceLosses, mean_by_source
+from torchmm.recipe.data_section import unique_names
 from torchmm.training.components import RunComponents
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
@@ -22,6 +24,8 @@ class ValidationHook(Hook):
         super().__init__(training)
         self._config = self.recipe.validation
         self._loss_weights = loss_weights(self.recipe.model.generator)
+        self._sources = unique_names(self.recipe.data.validation)
+        self._source_losses = SourceLosses(len(self._sources))
         self._batches: list[StepBatch] | None = None
         """Batches of every validation, loaded before the first one."""
 
@@ -39,8 +43,15 @@ class ValidationHook(Hook):
         components.model.eval()
         if self._batches is None:
             self._batches = self._load_batches()
-        losses = held_out_losses(components.pipeline, self._batches, components.mesh)
+        llm = components.model.llm
+        training_losses, llm.source_losses = llm.source_losses, self._source_losses
+        losses = held_out_losses(
+            components.pipeline, self._batches, components.mesh, self._source_losses
+        )
+        llm.source_losses = training_losses
         components.model.train()
+        by_source = losses.pop("by_source", ())
+        record["validation_loss_by_source"] = mean_by_source(self._sources, by_source)
         record["validation_loss"] = losses["llm"]
         if components.model.generator is not None:
             weighted = (self._loss_weights[name] * losses[name] for name in losses)

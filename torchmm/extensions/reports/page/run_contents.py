@@ -29,6 +29,8 @@ from torchmm.training.tracking.run_directory import (
     read_inside,
 )
 
+NAMED_METRICS = ("scores", "loss_by_source", "validation_loss_by_source")
+"""Metrics with several values by name, such as scores and losses by data source."""
 Records = Sequence[Mapping[str, Any]]
 CurvePoint = tuple[int, float]
 """Step and value."""
@@ -101,7 +103,7 @@ class RunContents(RunDirectory):
         return results
 
     def points(self, key: str, scale: float = 1.0) -> list[CurvePoint]:
-        """Return the values of a metric over the steps. "scores/NAME" is a score."""
+        """Return the values of a metric over the steps, such as "loss" or "scores/NAME"."""
         values = ((int(record["step"]), _metric(record, key)) for record in self.records)
         return [(step, scale * value) for step, value in values if value is not None]
 
@@ -110,10 +112,9 @@ class RunContents(RunDirectory):
         values = (_metric(record, key) for record in reversed(self.records))
         return next((value for value in values if value is not None), None)
 
-    @cached_property
-    def score_names(self) -> list[str]:
-        """Names of the scores in all steps, sorted."""
-        return sorted({name for r in self.records for name in r.get("scores") or {}})
+    def names_in(self, metric: str) -> list[str]:
+        """Return the names in all values of a metric of `NAMED_METRICS`, sorted."""
+        return sorted({name for r in self.records for name in r.get(metric) or {}})
 
     def memory(self) -> MemoryPeaks | None:
         """Return the memory peaks of all ranks, or None if they were not compared."""
@@ -179,14 +180,15 @@ def _parse_record(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
         if not is_count(record["step"]):
             return None
-        scores = record.get("scores")
+        named = {metric: record.get(metric) for metric in NAMED_METRICS}
     except (*CONTENT_ERRORS, AttributeError):
         return None
     kept = {key: v for key, v in with_current_metrics(record).items() if _is_number(v)}
     if not is_count(kept.get("slowest_rank", 0)):
         del kept["slowest_rank"]
-    if isinstance(scores, dict):
-        kept["scores"] = {name: value for name, value in scores.items() if _is_number(value)}
+    for metric, values in named.items():
+        if isinstance(values, dict):
+            kept[metric] = {name: value for name, value in values.items() if _is_number(value)}
     return kept
 
 
@@ -235,8 +237,9 @@ def slowest_ranks(records: Records, max_ranks: int) -> SlowestRanks | None:
 def _metric(record: Mapping[str, Any], key: str) -> float | None:
     """Return a metric of a record if it is a number."""
     value = record.get(key)
-    if key.startswith("scores/"):
-        value = (record.get("scores") or {}).get(key.removeprefix("scores/"))
+    metric, _, name = key.partition("/")
+    if metric in NAMED_METRICS:
+        value = (record.get(metric) or {}).get(name)
     return value if _is_number(value) else None
 
 

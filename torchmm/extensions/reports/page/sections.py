@@ -95,10 +95,16 @@ CHARTS = (
 
 def charts_section(runs: Sequence[RunContents]) -> str:
     """Return all charts with values for `charts.js`, with one curve per run."""
-    scores = sorted({name for run in runs for name in run.score_names})
-    score_chart = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
+    by_source = Chart(
+        "Loss by data source",
+        "nats per target token",
+        _named_curves(runs, "loss_by_source")
+        | _named_curves(runs, "validation_loss_by_source", " (validation)"),
+        from_zero=False,
+    )
+    scores = Chart("Scores of generated text", "", _named_curves(runs, "scores"))
     parts = []
-    for chart in (CHARTS[0], score_chart, *CHARTS[1:]):
+    for chart in (CHARTS[0], by_source, scores, *CHARTS[1:]):
         curves = list(_curves(chart, runs))
         if curves:
             payload = {"unit": chart.unit, "zero": chart.from_zero, "curves": curves}
@@ -108,6 +114,12 @@ def charts_section(runs: Sequence[RunContents]) -> str:
                 f'<script type="application/json">{_script_json(payload)}</script></figure>'
             )
     return f'<div class="charts">{"".join(parts)}</div>' if parts else _empty_note("no steps yet")
+
+
+def _named_curves(runs: Sequence[RunContents], metric: str, suffix: str = "") -> dict[str, str]:
+    """Return the curves of a metric with several values by name, see `Chart.curves`."""
+    names = sorted({name for run in runs for name in run.names_in(metric)})
+    return {f"{metric}/{name}": f"{name}{suffix}" for name in names}
 
 
 def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any]]:
