@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 from data_cases import CLIP, GLM, NAFLEX, QWEN, encode, png
-from PIL import Image
+from PIL import Image, features
 
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
@@ -97,6 +97,16 @@ def test_truncated_image_fails_when_decoded(fmt):
 def rgb(image, fmt="PNG", **options):
     """Return pixel (0, 0) of an image that was encoded and decoded."""
     return decode_rgb(encode(image, fmt, **options), LIMIT).getpixel((0, 0))
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
+def test_avif_images_are_read():
+    file = io.BytesIO()
+    Image.new("RGB", (40, 24), (200, 30, 90)).save(file, "AVIF", quality=100)
+    assert read_size(file.getvalue(), 10_000) == (40, 24)
+    pixels = np.asarray(decode_rgb(file.getvalue(), 10_000))
+    assert pixels.shape == (24, 40, 3)
+    assert np.abs(pixels.astype(int) - (200, 30, 90)).max() <= 4
 
 
 def test_transparency_is_blended_with_white():

@@ -255,8 +255,10 @@ def test_image_notations_in_message_are_read(root, part, expected):
     assert found == [image, "What?"]
 
 
-def test_file_urls_are_paths_in_source(root):
-    content = [{"image": f"file://{root}/{FIRST}"}]
+@pytest.mark.parametrize("host", ["", "localhost"])
+def test_file_urls_are_paths_in_source(root, host):
+    escaped = FIRST.replace(".", "%2E")
+    content = [{"image": f"file://{host}{root}/{escaped}"}]
     assert parts({"messages": [message("user", content)]}, root) == [
         ImageSegment(None, f"{root}/{FIRST}")
     ]
@@ -348,6 +350,25 @@ def test_assistant_messages_of_prompt_are_not_in_loss(read, tokenizer):
     text = read({"prompt": prompt, "completion": [message("assistant", "blue")]}).text
     loss_ids = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
     assert tokenizer.decode(loss_ids) == "blue</s>"
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_messages_may_be_json_text(column):
+    messages = [message("user", "a"), message("assistant", "b")]
+    assert conversation({column: json.dumps(messages)}) == conversation({column: messages})
+
+
+@pytest.mark.parametrize(
+    ("record", "answer"),
+    [
+        ({"question": "How many?", "answer": 3}, "3"),
+        ({"question": "How much?", "answers": [0.5]}, "0.5"),
+        ({"instruction": "Count.", "output": 12}, "12"),
+        ({"query": "Count.", "response": -1.25}, "-1.25"),
+    ],
+)
+def test_numbers_are_answers(record, answer):
+    assert conversation(record).turns[-1].parts == (answer,)
 
 
 def test_tool_calls_of_none_are_ignored():

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.dtypes import ByteValues
@@ -35,7 +35,10 @@ from torchmm.data.media.uint8_pixels import (
     to_model_inputs,
 )
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = (
+    *("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
+    *(("AVIF",) if features.check("avif") else ()),
+)
 """Pillow decoders for untrusted data. Others, such as EPS, would start a process."""
 MAX_HEADER_BYTES = 16 << 20
 """Maximum size of a header. Color profiles, thumbnails and depth maps have a few MB."""

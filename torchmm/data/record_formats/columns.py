@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -69,10 +70,21 @@ def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_list(columns: dict[str, Any], name: str) -> list[Any]:
-    """Return the list in a column, or [] if it is missing. May raise CorruptSampleError."""
+    """Return the list in a column, or [] if it is missing.
+
+    Columns of CSV and Parquet files may have the list as JSON text.
+
+    Raises:
+        CorruptSampleError: The value is not a list.
+    """
     value = columns.get(name)
     if value is None:
         return []
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise CorruptSampleError(f"column {name} is not valid JSON: {error}") from error
     if not isinstance(value, list):
         raise CorruptSampleError(f"column {name} is {type(value).__name__}, not a list")
     return value
@@ -86,6 +98,16 @@ def to_text(value: Any, name: str = "text") -> str:
     if not isinstance(value, str):
         raise CorruptSampleError(f"{name} is {type(value).__name__}, not a string")
     return value
+
+
+def to_answer(value: Any, name: str) -> str:
+    """Return an answer as a string. Numbers are written as in JSON.
+
+    Raises:
+        CorruptSampleError: The answer is neither text nor a finite number.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if is_number and math.isfinite(value) else to_text(value, name)
 
 
 def get_text(columns: dict[str, Any], name: str) -> str:
@@ -171,7 +193,7 @@ def _read_file(
         if named is None:
             raise CorruptSampleError(f"{kind} path {value[:80]!r} is outside of {root}")
         return None, named
-    value = value.removeprefix("file://")
+    value = _without_file_scheme(value)
     if "://" in value:
         raise CorruptSampleError(
             f"{kind} is a URL ({value[:80]}), which torchmm does not download; store the file "
@@ -189,6 +211,13 @@ def _read_file(
             f"the directory of its {kind} files"
         )
     return None, path
+
+
+def _without_file_scheme(path: str) -> str:
+    """Return the path of a `file://` URL, without percent escapes, or an unchanged path."""
+    if not path.startswith("file://"):
+        return path
+    return unquote(path.removeprefix("file://").removeprefix("localhost"))
 
 
 def encode_wav(value: dict[str, Any], kind: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.record_formats.chat_types import Conversation
-from torchmm.data.record_formats.columns import get_list, get_text, to_text
+from torchmm.data.record_formats.columns import get_list, get_text, to_answer, to_text
 from torchmm.data.record_formats.messages import record_to_conversation
 from torchmm.data.record_formats.sample import Record
 
@@ -32,7 +32,7 @@ def read_query(record: Record) -> Conversation:
 
 
 def _chat(record: Record, question: str, answer_column: str) -> Conversation:
-    answer = to_text(record.columns[answer_column], f"column {answer_column}")
+    answer = to_answer(record.columns[answer_column], f"column {answer_column}")
     if get_text(record.columns, "context").strip():  # name of `input` in Dolly
         raise CorruptSampleError(
             "column context is ambiguous next to instruction or query; map it in the recipe: "

@@ -19,6 +19,7 @@ from torchmm.data.record_formats.columns import (
     get_list,
     get_text,
     read_files,
+    to_answer,
     to_text,
     truncate_repr,
     with_json_columns,
@@ -162,8 +163,11 @@ def _answers_column(columns: dict[str, Any]) -> str:
 def _read_open_answers(columns: dict[str, Any]) -> list[str]:
     name = _answers_column(columns)
     value = columns.get(name)
-    if isinstance(value, str):
-        return [value]
+    # With a column for choices, a number is an index.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_answer = is_number and all(columns.get(column) is None for column in CHOICE_COLUMNS)
+    if isinstance(value, str) or is_answer:
+        return [to_answer(value, f"column {name}")]
     if not isinstance(value, list):
         raise CorruptSampleError(
             f"column {name} is {type(value).__name__}, not a string or a list, and there are "
@@ -175,9 +179,5 @@ def _read_open_answers(columns: dict[str, Any]) -> list[str]:
     answers = []
     for item in value:
         answer = item.get("answer") if isinstance(item, dict) else item
-        if not isinstance(answer, str):
-            raise CorruptSampleError(
-                f"an answer in column {name} is {type(answer).__name__}, not a string"
-            )
-        answers.append(answer)
+        answers.append(to_answer(answer, f"an answer in column {name}"))
     return answers
