@@ -50,7 +50,7 @@ from torchmm.models.layers.loss import (
 )
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
 from torchmm.models.layers.sequence_exchange import SequenceRanks
-from torchmm.models.layers.source_losses import SourceLosses
+from torchmm.models.source_losses import SourceLosses
 
 StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""

@@ -16,8 +16,8 @@ from torchmm.common.device_copies import HostCopy
 from torchmm.common.errors import DataError, NonFiniteError
 from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import max_expert_load_ratio
-from torchmm.models.layers.source_losses import mean_by_source
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.source_losses import mean_by_source
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import find_non_finite_origin
 from torchmm.parallel.health.peers import HealthMonitor, check_finite

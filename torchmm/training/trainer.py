@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
-from torchmm.models.layers.source_losses import SourceLosses
+from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.compilation import log_compiled_graphs
 from torchmm.parallel.health.peers import HealthMonitor
 from torchmm.recipe.data_section import unique_names

@@ -9,7 +9,7 @@ import torch
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
-from torchmm.models.layers.source_losses import SourceLosses
+from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 

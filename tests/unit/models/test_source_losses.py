@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import Microbatch
 from torchmm.models.layers.loss import summed_cross_entropy
-from torchmm.models.layers.source_losses import SourceLosses, mean_by_source
+from torchmm.models.source_losses import SourceLosses, mean_by_source
 
 LENGTHS = [7, 9, 6]
 SOURCES = [1, 0, 1]

@@ -7,7 +7,7 @@ from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
-from torchmm.models.layers.source_losses import SourceLosses, mean_by_source
+from torchmm.models.source_losses import SourceLosses, mean_by_source
 from torchmm.recipe.data_section import unique_names
 from torchmm.training.components import RunComponents
 from torchmm.training.data_build import build_data
