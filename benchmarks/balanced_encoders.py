@@ -62,7 +62,7 @@ from support.ranks import Comparison, Stopwatch, run_ranks
 from torch import Tensor, nn
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.image_balancing import ImageBalancer
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageSizes, Microbatch, MicrobatchMeta
 from torchmm.data.steps.background_steps import BackgroundSteps
@@ -247,7 +247,7 @@ def run(setting: Setting, computing: bool) -> Found:
         Pipeline(model, stages, layout, modules, config, mesh, torch.float32, ranks_of_features)
         for ranks_of_features in (None, exchange)
     ]
-    balance = ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
+    balance = ImageBalancer(tuple(module for module in modules if module.kind == "encoder"))
     plain = [row[rank] for row in every]
     balanced = [balanced_microbatch(row, balance, rank) for row in every]
     programs = [
@@ -308,7 +308,7 @@ def rows_of(case: str, found: Found) -> list[Row]:
 
 
 def balanced_steps(
-    directories: Sequence[Path], balance: ImageBalance, position: StepPosition
+    directories: Sequence[Path], balance: ImageBalancer, position: StepPosition
 ) -> ImageBalancedSteps:
     """Return the balanced steps of `MANY_RANKS` after a position."""
     return ImageBalancedSteps(
@@ -319,7 +319,7 @@ def balanced_steps(
 def host_rows(steps: int) -> list[Row]:
     """Return CPU time of the assignment and work of the slowest rank for `MANY_RANKS`."""
     vision, _ = (module.describe() for module in Size(2, 2, 32, 32).build().modality_modules())
-    balance = ImageBalance((vision,))
+    balance = ImageBalancer((vision,))
     assigned_s, foreground_s = [], []
     with tempfile.TemporaryDirectory() as scratch:
         directories = [Path(scratch) / str(number) for number in range(3)]

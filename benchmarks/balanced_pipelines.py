@@ -33,11 +33,15 @@ from support.harness import (
 from support.workloads import QUICK, Workload, add_options, measured_records, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.first_microbatches import heaviest
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.image_shares import ImageBalance, balanced_metas, balanced_shares
-from torchmm.balance.search import search
-from torchmm.balance.search.result import Candidate, fits
+from torchmm.balance.image_balancing import (
+    ImageBalancer,
+    balance_microbatch_images,
+    balance_step_images,
+)
+from torchmm.balance.recipe_simulation.first_microbatches import most_loaded_rank
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.search import plan_search
+from torchmm.balance.search.result import SimulatedPlan, fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 
@@ -59,15 +63,15 @@ Shares = list[list[MicrobatchMeta]]
 Record = dict[str, Any]
 
 
-def distribute_over_replicas(balance: ImageBalance, shares: Shares) -> Shares:
+def distribute_over_replicas(balance: ImageBalancer, shares: Shares) -> Shares:
     """Return the tasks of every replica if replicas exchange images of the same microbatch."""
-    return _in_groups(balanced_shares(balance, shares))
+    return _in_groups(balance_step_images(balance, shares))
 
 
-def distribute_evenly(balance: ImageBalance, shares: Shares) -> Shares:
+def distribute_evenly(balance: ImageBalancer, shares: Shares) -> Shares:
     """Return the tasks of every replica if all microbatches of a step exchange images."""
     metas = [meta for share in shares for meta in share]
-    even = balanced_metas(metas, balance(metas))
+    even = balance_microbatch_images(metas, balance(metas))
     count = len(shares[0])
     return _in_groups([even[i : i + count] for i in range(0, len(even), count)])
 
@@ -77,7 +81,7 @@ def _in_groups(shares: Shares) -> Shares:
     return [[replace(meta, balanced=False) for meta in share] for share in shares]
 
 
-class ReplicaForecaster(Forecaster):
+class ReplicaForecaster(StepSimulator):
     """Forecasts pipelines whose replicas exchange images of the same microbatch."""
 
     distribute = staticmethod(distribute_over_replicas)
@@ -85,8 +89,8 @@ class ReplicaForecaster(Forecaster):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         modules = tuple(module for module in self.modules if module.kind != "llm")
-        self.shares = self.distribute(ImageBalance(modules), self.shares)
-        self.workload = heaviest(self.modules, self.shares)
+        self.shares = self.distribute(ImageBalancer(modules), self.shares)
+        self.workload = most_loaded_rank(self.modules, self.shares)
 
 
 class EvenForecaster(ReplicaForecaster):
@@ -95,8 +99,8 @@ class EvenForecaster(ReplicaForecaster):
     distribute = staticmethod(distribute_evenly)
 
 
-ARMS: dict[str, type[Forecaster]] = {
-    "own": Forecaster,
+ARMS: dict[str, type[StepSimulator]] = {
+    "own": StepSimulator,
     "replicas": ReplicaForecaster,
     "even": EvenForecaster,
 }
@@ -107,8 +111,8 @@ def searched_plans(
     sample: StepSample,
     methods: Sequence[str],
     budget_s: float,
-    forecaster: type[Forecaster] = Forecaster,
-) -> list[Candidate]:
+    forecaster: type[StepSimulator] = StepSimulator,
+) -> list[SimulatedPlan]:
     """Return the best plan of each method.
 
     Args:
@@ -120,9 +124,9 @@ def searched_plans(
     """
     recipe = sample.recipe
     profile = load_profile(recipe.simulation.device)
-    with patch.object(search, "Forecaster", forecaster):
+    with patch.object(plan_search, "StepSimulator", forecaster):
         found = [
-            search.search_plans(
+            plan_search.search_plans(
                 recipe, workload.gpus, profile, methods=(name,), budget_s=budget_s, sample=sample
             )
             for name in methods
@@ -130,13 +134,13 @@ def searched_plans(
     return [result.best for result in found if result.best is not None]
 
 
-def simulated_s(plan: Candidate, sample: StepSample, forecaster: type[Forecaster]) -> float:
+def simulated_s(plan: SimulatedPlan, sample: StepSample, forecaster: type[StepSimulator]) -> float:
     """Return the step of a plan in seconds; infinite if the plan does not fit."""
     recipe = plan.recipe
     profile = load_profile(recipe.simulation.device)
     try:
         simulated = forecaster(recipe, plan.devices, profile, sample=sample)
-        forecast = simulated.forecast_parallel(recipe.parallel)
+        forecast = simulated.simulate_parallel(recipe.parallel)
     except ConfigError:
         return float("inf")
     if forecast.step is None or not fits(forecast.step):

@@ -55,16 +55,16 @@ from support.papers.paper_figures import (
     OPTIMUS_TWO_ENCODERS,
 )
 
-from torchmm.balance.optimus.encoder_work import EncoderWork
-from torchmm.balance.optimus.llm_timeline import llm_timeline
-from torchmm.balance.optimus.scheduler import (
+from torchmm.balance.optimus.bubble_scheduler import (
     BubbleFiller,
     BubbleSchedule,
     Granularity,
     fill_bubbles,
 )
+from torchmm.balance.optimus.encoder_work import EncoderWork
+from torchmm.balance.optimus.llm_timeline import build_llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
@@ -303,7 +303,7 @@ def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
     compute = {a: backward if a.type is ActionType.B else 1.0 for row in order for a in row}
     tensor = {action: 0.15 * ms for action, ms in compute.items()}
     costs = PlanCosts(compute, tensor)
-    timeline = llm_timeline(graph, order, costs, layer_pieces(graph, costs))
+    timeline = build_llm_timeline(graph, order, costs, layer_pieces(graph, costs))
     kernels, scale = rng.choice((2, 8)), rng.uniform(0.3, 2)
     sizes = [1.0 if alike else rng.choice((0.1, 0.5, 1, 1, 2, 4)) for _ in range(microbatches)]
     forward = np.tile(scale / (2 * kernels) * np.array(sizes)[:, None, None], (1, 2, kernels))

@@ -2,7 +2,7 @@
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as in
+Operators are measured for each number of ranks (`torchmm.balance.measurement.operators`, as in
 `scripts/calibrate.py`), before, between and after the steps, because the speed of the machine
 changes. The models (`cost_cases`) are not part of the calibration. Each one is trained twice in
 separate processes (`cost_program`). The prediction is `simulate` of the executed plan with
@@ -34,7 +34,7 @@ from support.ranks import run_ranks
 
 from torchmm.balance.costs.calibration import Measurements, fit_profile
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.measure.operators import machine, measure
+from torchmm.balance.measurement.operators import describe_device, measure
 from torchmm.costs.operators import Profile
 
 PAPER, WORST = 0.976, 0.90
@@ -140,7 +140,7 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[C
 
     def profile(*found: Measurements) -> Profile:
         fitted = mean_measurements(*found)
-        return fit_profile(fitted, load_profile("cpu"), "float32", name, own_peaks=True)
+        return fit_profile(fitted, load_profile("cpu"), "float32", name, use_measured_peaks=True)
 
     def predictions(own: Profile) -> list[Prediction]:
         return [predict(found[0].replicas, own) for found in runs.values()]
@@ -179,7 +179,7 @@ def _calibrate(setting: Setting) -> tuple[Measurements, str, float]:
     begin_s = time.perf_counter()
     seconds = setting.seconds / (setting.passes + 1)
     found = measure(CPU, torch.float32, seconds, rounds=setting.rounds, quick=setting.small)
-    return found, machine(CPU), time.perf_counter() - begin_s
+    return found, describe_device(CPU), time.perf_counter() - begin_s
 
 
 def _run_case(case: CostCase, setting: Setting) -> CaseRuns:

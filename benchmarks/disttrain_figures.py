@@ -31,12 +31,16 @@ from support.harness import Row, run_cases
 from support.papers.baselines import ratio_shares, rigid_plan, sized_recipe
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.disttrain.orchestration.plan_space import PlanVariant
 from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan
-from torchmm.balance.disttrain.orchestration.space import Variant
-from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.recipe_simulation.step_simulator import (
+    SimulatedStepReport,
+    StepSample,
+    StepSimulator,
+)
 from torchmm.balance.search.disaggregated import plan_variants
-from torchmm.balance.search.result import Candidate, SearchResult, fits
-from torchmm.balance.search.search import search_plans
+from torchmm.balance.search.plan_search import search_plans
+from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan, fits
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -71,7 +75,7 @@ class Step(NamedTuple):
     peak_gib: float
 
     @classmethod
-    def of(cls, forecast: Forecast, devices: int) -> Step:
+    def of(cls, forecast: SimulatedStepReport, devices: int) -> Step:
         """Return the step of a forecast. The forecast must have a step."""
         step = forecast.step
         assert step is not None, forecast.problem
@@ -108,13 +112,13 @@ def sample_of(case: Case) -> StepSample:
 
 
 @cache
-def variants_of(case: Case) -> list[Variant]:
+def variants_of(case: Case) -> list[PlanVariant]:
     """Return schedules and recomputation modes with their costs."""
     return plan_variants(case.recipe, case.devices, PROFILE, sample_of(case))
 
 
 @cache
-def judged(case: Case, ratio: bool) -> SearchResult:
+def judged(case: Case, ratio: bool) -> PlanSearchResult:
     """Search all disaggregated plans, or those with nodes in proportion to FLOPs."""
     return search_plans(
         case.recipe,
@@ -122,13 +126,13 @@ def judged(case: Case, ratio: bool) -> SearchResult:
         PROFILE,
         methods=("disaggregated",),
         budget_s=inf,
-        effort=EFFORT.get(case.devices, min(EFFORT.values())),
+        max_actions=EFFORT.get(case.devices, min(EFFORT.values())),
         limits=ratio_shares(variants_of(case)[0].problem) if ratio else None,
         sample=sample_of(case),
     )
 
 
-def best_of(case: Case) -> Candidate:
+def best_of(case: Case) -> SimulatedPlan:
     """Return the best plan, which may be a plan of the FLOP ratio."""
     found = [judged(case, ratio).best for ratio in ((False, True) if not case.frozen else (False,))]
     return min((each for each in found if each is not None), key=lambda each: each.step_ms)
@@ -138,7 +142,7 @@ def ours(case: Case, reorder: str | None = None) -> Step:
     """Return the step of the best plan, optionally with a different `data.reorder`."""
     best = best_of(case)
     if reorder is None:
-        return Step.of(best.forecast, best.devices)
+        return Step.of(best.report, best.devices)
     data = best.recipe.data.model_copy(update={"reorder": reorder})
     return run(case, best.recipe.model_copy(update={"data": data}), best.devices)
 
@@ -147,7 +151,7 @@ def flop_ratio(case: Case) -> Step:
     """Return the step with nodes in proportion to FLOPs."""
     best = judged(case, True).best
     assert best is not None
-    return Step.of(best.forecast, best.devices)
+    return Step.of(best.report, best.devices)
 
 
 @cache
@@ -181,8 +185,8 @@ def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
 
 def run(case: Case, recipe: Recipe, devices: int) -> Step:
     """Return the step of a recipe with modules on separate devices."""
-    forecaster = Forecaster(recipe, devices, PROFILE, sample=sample_of(case))
-    return Step.of(forecaster.forecast_parallel(recipe.parallel), devices)
+    forecaster = StepSimulator(recipe, devices, PROFILE, sample=sample_of(case))
+    return Step.of(forecaster.simulate_parallel(recipe.parallel), devices)
 
 
 def overall_rows(names: Sequence[str]) -> list[Row]:

@@ -81,7 +81,7 @@ def measure(workload: Workload, budget_s: float) -> tuple[Record, list[Result]]:
         each.method: {
             "step_s": each.step_s,
             "fits": each.fits,
-            "mfu": each.forecast.mfu,
+            "mfu": each.report.mfu,
             "idle": each.idle,
             "memory_gib": each.peak_gib,
             "note": each.note,

@@ -32,12 +32,19 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.recomputation.costs import LAYER_MODES, PINNED_SHARE
-from torchmm.balance.pipeweaver.recomputation.prices import solve_quickly
-from torchmm.balance.pipeweaver.recomputation.rank_problems import RankProblem, Rows, rank_problems
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.activation_checkpointing.lagrangian import solve_lagrangian
+from torchmm.balance.pipeweaver.activation_checkpointing.rank_problems import (
+    CandidateTables,
+    RankProblem,
+    build_rank_problems,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    LAYER_MODES,
+    PINNED_BANDWIDTH_FRACTION,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning, tune_layers
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
@@ -69,7 +76,7 @@ class Step:
                 "simulation": recipe.simulation.model_copy(update={"seed": seed}),
             }
         )
-        self.forecaster = Forecaster(
+        self.forecaster = StepSimulator(
             self.recipe, GPUS[name], load_profile(recipe.simulation.device)
         )
         self.modules = self.forecaster.modules
@@ -110,7 +117,7 @@ class Step:
 
     def uniform(self, modes: Sequence[Recompute]) -> tuple[float, int]:
         """Return (ms, peak bytes) with one mode per module."""
-        costs = plan_costs(self.plan.graph, self.modules, self.metas, self.model(modes))
+        costs = compute_plan_costs(self.plan.graph, self.modules, self.metas, self.model(modes))
         step = simulate(self.plan, costs)
         return step.makespan_ms, max(step.peak_bytes)
 
@@ -134,9 +141,9 @@ class Step:
     def problems(self, limit_bytes: int) -> list[RankProblem]:
         given = self.plan.graph, self.modules, self.metas
         tuning = self.tuning(limit_bytes)
-        costs = plan_costs(*given, tuning.model)
-        rows = Rows(costs, tuning.choices(*given), tuning.candidates)
-        return rank_problems(self.plan, costs, rows, limit_bytes)
+        costs = compute_plan_costs(*given, tuning.model)
+        rows = CandidateTables(costs, tuning.choices(*given), tuning.candidates)
+        return build_rank_problems(self.plan, costs, rows, limit_bytes)
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
@@ -155,8 +162,8 @@ def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
     rows = []
     for share in SHARES:
         problems = [each.problem for each in step.problems(step.limit(share))]
-        times = [least_ms(partial(solve_quickly, p), repetitions) for p in problems]
-        solved = [s for s in map(solve_quickly, problems) if s is not None]
+        times = [least_ms(partial(solve_lagrangian, p), repetitions) for p in problems]
+        solved = [s for s in map(solve_lagrangian, problems) if s is not None]
         assert len(solved) == len(problems)
         extra = sum(s.extra_ms for s in solved)
         bound = sum(s.bound_ms for s in solved)
@@ -181,9 +188,9 @@ def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
     begin_s = time.thread_time()
     exact = solve_exactly(problem, gap=GOAL_GAP, time_limit_s=limit_s)
     exact_s = time.thread_time() - begin_s
-    quick = solve_quickly(problem)
+    quick = solve_lagrangian(problem)
     assert quick is not None
-    quick_ms = least_ms(partial(solve_quickly, problem), 3)
+    quick_ms = least_ms(partial(solve_lagrangian, problem), 3)
     name = f"{case}, rank 0, {len(problem)} pairs, limit at 30%"
     rows = [Row(name, "dual solver, HiGHS", "ms", quick_ms, exact_s * 1e3,
                 better="lower")]  # fmt: skip
@@ -196,12 +203,12 @@ def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
 def offload_rows(step: Step, case: str) -> list[Row]:
     """Return the cost of saved memory with offload and with recomputation, and minimum memory."""
     rows = []
-    rate = PINNED_SHARE * step.forecaster.profile.device.host_bytes_per_s
+    rate = PINNED_BANDWIDTH_FRACTION * step.forecaster.profile.device.host_bytes_per_s
     stages = step.plan.graph.layout.stages
     first = {stages[index].module: own for index, own in step.tuning(0).choices(
         step.plan.graph, step.modules, step.metas).items()}  # fmt: skip
     for module, own in first.items():
-        extra_M = (own.forward_ms_KMN + own.again_ms_KMN)[0].mean(1)
+        extra_M = (own.forward_ms_KMN + own.backward_ms_KMN)[0].mean(1)
         kept_M = own.kept_bytes_KMN[0].mean(1)
         rows += [
             Row(f"{case}, {module}", f"{LAYER_MODES[mode]} recomputation, offloading", "ms/GiB",

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.costs.blocks import Head

@@ -31,12 +31,12 @@ import torch
 from support.harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.first_microbatches import Workload
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.search import Budget, search
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, search_orders
+from torchmm.balance.recipe_simulation.first_microbatches import Workload
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.step_plans import searched_costs
+from torchmm.balance.step_plans import compute_search_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -66,12 +66,12 @@ MODELS = (Model("pipeweaver_vlm_s", 16), Model("pipeweaver_vlm_m", 32))
 
 def forecaster_of(
     model: Model, microbatches: int, evaluations: int, seed: int, *more: str
-) -> Forecaster:
+) -> StepSimulator:
     """Return the forecaster of the first step of a recipe."""
     changes = [f"--training.global_batch_size={microbatches}", f"--simulation.seed={seed}"]
     changes += ["--parallel.schedule=searched", f"--parallel.search.evaluations={evaluations}"]
     recipe = load_recipe(RECIPES / f"{model.name}.toml", [*changes, *more], model.gpus).recipe
-    return Forecaster(recipe, model.gpus, load_profile(recipe.simulation.device))
+    return StepSimulator(recipe, model.gpus, load_profile(recipe.simulation.device))
 
 
 def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
@@ -91,13 +91,13 @@ def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
     return found
 
 
-def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
+def static_ms(forecaster: StepSimulator, metas: Sequence[MicrobatchMeta]) -> float:
     """Return the step time of the balanced single pipeline with the best stages per rank."""
     forecaster.workload = Workload(list(metas), 1.0)
     found = []
     for stages in STAGES:
         sizes = {"schedule": "megatron_balanced", "virtual_stages": stages}
-        made = forecaster.forecast_parallel(forecaster.recipe.parallel.model_copy(update=sizes))
+        made = forecaster.simulate_parallel(forecaster.recipe.parallel.model_copy(update=sizes))
         if made.step is not None and made.step.fits:
             found.append(made.iteration_ms)
     return min(found)
@@ -109,7 +109,7 @@ def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int)
     for seed in range(SEED, SEED + seeds):
         forecaster = forecaster_of(model, microbatches, evaluations, seed)
         metas = forecaster.workload.microbatches
-        ours.append(forecaster.forecast().iteration_ms)
+        ours.append(forecaster.simulate_schedule().iteration_ms)
         came.append(static_ms(forecaster, metas))
         even.append(static_ms(forecaster, alike(metas)))
     case = f"{model.name}, {model.gpus} GPUs, {microbatches} microbatches, {seeds} seeds"
@@ -126,20 +126,22 @@ def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int)
     ]
 
 
-def bounded_orders(forecaster: Forecaster, evaluations: int) -> Iterator[tuple[str, SimulatedStep]]:
+def bounded_orders(
+    forecaster: StepSimulator, evaluations: int
+) -> Iterator[tuple[str, SimulatedStep]]:
     """Return rows about the step time of one batch for several memory limits."""
     metas, modules = forecaster.workload.microbatches, forecaster.modules
     parallel = forecaster.recipe.parallel
     layout = forecaster.layout(parallel)
     graph = step_graph(layout, parallel, metas)
-    found = searched_costs(graph, modules, metas, forecaster._costs(parallel))
+    found = compute_search_costs(graph, modules, metas, forecaster._costs(parallel))
     costs = replace(found, memory_limit_bytes=None)
 
     def simulated(order: ComputeOrder) -> SimulatedStep:
         return simulate(lower_plan(order, graph, {}), costs)
 
     def searched(dispatcher: Dispatcher, least: ComputeOrder | None = None) -> ComputeOrder:
-        result = search(dispatcher, Budget(evaluations), seed=SEED)
+        result = search_orders(dispatcher, SearchBudget(evaluations), seed=SEED)
         if result.fits:
             return dispatcher.dispatch(result.order).order
         assert least is not None

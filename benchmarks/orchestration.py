@@ -21,8 +21,8 @@ from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.search import (
     OrchestrationPlan,
     UnitSizes,
+    evaluate_sizes,
     orchestrate,
-    plan_with,
 )
 
 PAPER_MS = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
@@ -49,7 +49,7 @@ def unit(
         {t: kept / t for t in EFFICIENCY},
         replica_bytes=4 * parameters,
         sharded_bytes=12 * parameters,
-        sync_s=4 * parameters / LINK_BYTES_PER_S,
+        grad_sync_s=4 * parameters / LINK_BYTES_PER_S,
         flops=3 * forward_flops,
         **more,
     )
@@ -110,7 +110,7 @@ def all_plans(problem: OrchestrationProblem) -> Iterator[OrchestrationPlan]:
         ]
         for chosen in product(*choices):
             if sum(s.devices for s in chosen) <= problem.devices:
-                plan = plan_with(problem, chosen)
+                plan = evaluate_sizes(problem, chosen)
                 if plan.fits:
                     yield plan
 

@@ -70,9 +70,9 @@ from support.papers.paper_figures import (
 )
 from support.papers.pipeweaver_steps import COARSE, SEED, Model, Setting, Timed, ladder, systems
 
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.search import Budget, search
-from torchmm.balance.pipeweaver.recomputation.costs import LAYER_MODES
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import LAYER_MODES
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, search_orders
 from torchmm.pipelining.plan.graph import StageGraph
 
 MICROBATCHES = 32
@@ -139,9 +139,9 @@ def size_rows(microbatches: int, sizes: Sequence[int], evaluations: int) -> list
         setting = Setting(microbatches, size)
         graph = setting.separated()
         dispatcher = Dispatcher(graph, setting.costs(graph, ("full",) * len(setting.modules)))
-        found = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
+        found = search_orders(dispatcher, SearchBudget(evaluations=evaluations), seed=SEED)
         best[size] = found.makespan_ms
-        rng, longest = np.random.default_rng(SEED), found.natural_ms
+        rng, longest = np.random.default_rng(SEED), found.default_order_ms
         for _ in range(evaluations):
             order = rng.permutation(len(dispatcher.segments)).astype(np.uint32)
             time_ms = dispatcher.evaluate(order)
@@ -263,7 +263,9 @@ def partition_rows(setting: Setting, evaluations: int) -> list[Row]:
 
     def best_ms(graph: StageGraph) -> float:
         dispatcher = Dispatcher(graph, setting.costs(graph, modes))
-        return search(dispatcher, Budget(evaluations=evaluations), seed=SEED).makespan_ms
+        return search_orders(
+            dispatcher, SearchBudget(evaluations=evaluations), seed=SEED
+        ).makespan_ms
 
     mixed_ms = min(best_ms(setting.static()), best_ms(setting.megatron()))
     longer = mixed_ms / best_ms(setting.separated()) - 1
@@ -312,9 +314,10 @@ def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> li
             found = systems(setting, evaluations)
         ours = found.get("tuned", found["searched"])
         case = f"figure 14, {name}"
-        as_they_come = Setting(microbatches, model=LARGE[name], dealt=False).mean_share
+        as_they_come = Setting(microbatches, model=LARGE[name], dealt=False).mean_flops_fraction
         rows += [
-            Row(case, "work of the mean pipeline", "fraction", setting.mean_share, as_they_come,
+            Row(case, "work of the mean pipeline", "fraction", setting.mean_flops_fraction,
+            as_they_come,
                 kind="simulated")
         ]  # fmt: skip
         for system, step in found.items():

@@ -49,9 +49,9 @@ from support.workloads import (
 )
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.balance.search.result import Candidate
-from torchmm.balance.search.search import search_plans
+from torchmm.balance.recipe_simulation.step_simulator import StepSample
+from torchmm.balance.search.plan_search import search_plans
+from torchmm.balance.search.result import SimulatedPlan
 from torchmm.commands.plan import default_budget_s
 
 BY_HAND = "by hand"
@@ -74,16 +74,16 @@ def plain_record(best: Mapping[str, Option | None]) -> Record:
     }
 
 
-def plan_record(found: Candidate | str) -> Record:
+def plan_record(found: SimulatedPlan | str) -> Record:
     """Return step time in seconds, MFU, memory and sizes of a plan, or the reason for no plan."""
     if isinstance(found, str):
         return {"problem": found}
-    step = found.forecast.step
+    step = found.report.step
     assert step is not None
     return {
         "method": found.method,
         "step_s": found.step_ms / 1e3,
-        "mfu": found.forecast.mfu,
+        "mfu": found.report.mfu,
         "memory_gib": max(step.peak_bytes) / 2**30,
         "sizes": found.sizes,
         "devices": found.devices,

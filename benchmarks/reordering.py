@@ -21,14 +21,17 @@ from numpy.typing import NDArray
 from support.cases import reorder_slices
 from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.disttrain.reordering.groups import balance_groups, load_bound
-from torchmm.balance.disttrain.reordering.microbatches import (
-    SearchEffort,
-    interval_orders,
+from torchmm.balance.disttrain.reordering.compiled_schedule import (
+    CompiledSchedule,
+    compile_schedule,
+)
+from torchmm.balance.disttrain.reordering.group_balancing import balance_groups, load_bound
+from torchmm.balance.disttrain.reordering.microbatch_order import (
+    SwapBudget,
+    fill_interval_orders,
     makespans_ms,
     reorder_microbatches,
 )
-from torchmm.balance.disttrain.reordering.program import StepProgram, compile_order
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
 
@@ -78,17 +81,17 @@ def groups_rows(repetitions: int) -> list[Row]:
     return rows
 
 
-def pipeline(ranks: int, microbatches: int, per_rank: int = 1) -> StepProgram:
+def pipeline(ranks: int, microbatches: int, per_rank: int = 1) -> CompiledSchedule:
     """Return 1F1B, or interleaved 1F1B for several stages per rank."""
     count = ranks * per_rank
     stages = tuple(StageSpec(i, "model", i, i + 1, (i % ranks,)) for i in range(count))
     layout = StageLayout(stages, tuple((i, i + 1) for i in range(count - 1)))
     graph = StageGraph(layout, microbatches)
-    return compile_order((one_f_one_b if per_rank == 1 else interleaved_1f1b)(graph), graph)
+    return compile_schedule((one_f_one_b if per_rank == 1 else interleaved_1f1b)(graph), graph)
 
 
 def durations(
-    program: StepProgram, groups: int, kind: str, generator: bool, seed: int = SEED
+    program: CompiledSchedule, groups: int, kind: str, generator: bool, seed: int = SEED
 ) -> tuple[Float64s, Float64s]:
     """Return forward and backward times of shape (groups, stages, microbatches).
 
@@ -111,15 +114,15 @@ def orders_rows(
     """Return the rows about reordering inside groups."""
     program = pipeline(RANKS, BATCH // groups, per_rank)
     costs = durations(program, groups, kind, generator)
-    usual = SearchEffort.default(program)
-    long = SearchEffort(50 * usual.formula, 50 * usual.exact)
+    usual = SwapBudget.default(program)
+    long = SwapBudget(50 * usual.formula, 50 * usual.exact)
     ours_ms_G, natural_ms_G, interval_ms_G, *long_ms_G = (
         makespans_ms(program, *costs, orders)
         for orders in (
             reorder_microbatches(program, *costs),
             None,
-            interval_orders(program, program.checked(*costs)),
-            *(reorder_microbatches(program, *costs, effort=long, seed=s) for s in (1, 2)),
+            fill_interval_orders(program, program.stack_durations(*costs)),
+            *(reorder_microbatches(program, *costs, swap_budget=long, seed=s) for s in (1, 2)),
         )
     )
     best_G = np.min([ours_ms_G, *long_ms_G], axis=0)
@@ -142,7 +145,9 @@ def orders_rows(
     paper, goal = (PAPER_MS[groups][1],) * 2 if per_rank == 1 else (None, None)
     spent_ms = least_ms(lambda: reorder_microbatches(program, *costs), repetitions)
     rows.append(Row(case, "time", "ms", spent_ms, None, paper, goal, "lower"))
-    spent_ms = least_ms(lambda: interval_orders(program, program.checked(*costs)), repetitions)
+    spent_ms = least_ms(
+        lambda: fill_interval_orders(program, program.stack_durations(*costs)), repetitions
+    )
     rows.append(Row(case, "Algorithm 3, time", "ms", spent_ms, None, paper, goal, "lower"))
     return rows
 
@@ -162,7 +167,7 @@ def brute_force_rows(cases: int) -> list[Row]:
             100 * float((makespans_ms(program, *costs, orders) / best - 1).mean())
             for orders in (
                 reorder_microbatches(program, *costs),
-                interval_orders(program, program.checked(*costs)),
+                fill_interval_orders(program, program.stack_durations(*costs)),
                 None,
             )
         )

@@ -25,11 +25,11 @@ from support.models.pipeline_model import Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
 from support.sleepers import WIDTH, ShardedSleeper, SleepStage, SleepWork, message_rows
 
-from torchmm.balance.disttrain.reordering.groups import balance_groups
-from torchmm.balance.disttrain.reordering.microbatches import reorder_microbatches
-from torchmm.balance.disttrain.reordering.program import compile_order
-from torchmm.balance.disttrain.reordering.slices import slice_items
-from torchmm.balance.image_shares import assign_images
+from torchmm.balance.disttrain.reordering.compiled_schedule import compile_schedule
+from torchmm.balance.disttrain.reordering.group_balancing import balance_groups
+from torchmm.balance.disttrain.reordering.lockstep_slices import slice_microbatches
+from torchmm.balance.disttrain.reordering.microbatch_order import reorder_microbatches
+from torchmm.balance.image_balancing import assign_images
 from torchmm.common.batch import Microbatch
 from torchmm.costs.flops import microbatch_flops
 from torchmm.models.multimodal import MultimodalModel
@@ -101,7 +101,7 @@ def arrange(mode: str, tower_s: Sequence[float], llm_s: Sequence[float], ordered
         places = balance_groups(sizes, GROUPS)
     if mode in ("inter", "both") and ordered:
         graph = StageGraph(chain(), places.shape[1])
-        program = compile_order(one_f_one_b(graph), graph)
+        program = compile_schedule(one_f_one_b(graph), graph)
         forward_GSM = np.stack([np.array(tower_s)[places], np.array(llm_s)[places]], axis=1)
         found = reorder_microbatches(program, forward_GSM, 2 * forward_GSM, seed=SEED)
         places = np.take_along_axis(places, found, axis=1)
@@ -250,7 +250,7 @@ def arrange_shards(order: str, tower_s: Sequence[float], llm_s: float) -> Int64s
     """Return the microbatches (ranks, M) of each shard."""
     costs_KN, ranks = np.stack([tower_s, np.full(len(tower_s), llm_s)]), dist.get_world_size()
     if order in ("equal slices", "balanced images"):
-        return slice_items(np.round(1e9 * costs_KN), 1, ranks)
+        return slice_microbatches(np.round(1e9 * costs_KN), 1, ranks)
     if order == "equal sums":
         return balance_groups(costs_KN.sum(axis=0), ranks)
     return np.arange(len(tower_s)).reshape(ranks, -1)

@@ -26,10 +26,14 @@ from support.cases.search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Ins
 from support.harness import Row, describe_machine, make_parser, report
 from support.strategies import STRATEGIES
 
-from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.order_times import time_order
-from torchmm.balance.pipeweaver.order_search.search import Budget, SearchResult, search
+from torchmm.balance.pipeweaver.schedule_search.bounds import lower_bound_ms
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.order_timing import time_order
+from torchmm.balance.pipeweaver.schedule_search.search import (
+    OrderSearchResult,
+    SearchBudget,
+    search_orders,
+)
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.changes import reject_renamed_options
 
@@ -58,7 +62,7 @@ class Searched(NamedTuple):
 
     instance: Instance
     strategy: str
-    found: SearchResult
+    found: OrderSearchResult
     seconds: float
     bests: list[tuple[float, float]]
     """(seconds, step time of the best schedule in ms), starting with the natural order."""
@@ -90,7 +94,7 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
     searched = []
     for strategy, budget_s in seconds.items():
         searched.append(watched(instance, strategy, dispatcher, budget_s, bound_ms))
-    natural = searched[0].gap_percent(searched[0].found.natural_ms)
+    natural = searched[0].gap_percent(searched[0].found.default_order_ms)
     rows = [
         Row(instance.name, "setup", "s", built_s, better="lower"),
         static_row(searched[0], dispatcher, natural),
@@ -110,12 +114,12 @@ def watched(
     bests = [(0.0, dispatcher.evaluate())]
     begin_s = time.perf_counter()
 
-    def note(found: SearchResult) -> bool:
+    def note(found: OrderSearchResult) -> bool:
         bests.append((time.perf_counter() - begin_s, found.makespan_ms))
         return True
 
-    budget = Budget(seconds=budget_s)
-    found = search(
+    budget = SearchBudget(seconds=budget_s)
+    found = search_orders(
         dispatcher, budget, bound_ms=bound_ms, on_round=note, strategy=STRATEGIES[strategy]
     )
     seconds = time.perf_counter() - begin_s

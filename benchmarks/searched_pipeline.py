@@ -47,8 +47,8 @@ from support.models.pipeline_model import IMAGE_TOKENS, SEED, Size, load_steps, 
 from support.models.stock_pipeline import StockProgram
 from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
+from torchmm.balance.online_calibration import ActionKind, scale_durations
 from torchmm.balance.pipeweaver.planners import plan_pipeline_step
-from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.schedules import SEARCHED_SCHEDULE
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
@@ -139,7 +139,7 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
     config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
-        return SEARCHED_SCHEDULE.plan(config, graph, scaled(flops, graph, rates))[1]
+        return SEARCHED_SCHEDULE.plan(config, graph, scale_durations(flops, graph, rates))[1]
 
     layout = plan_layout(config, costs.descriptions, costs.metas)
     return costs.makespan_s(layout, choice.parts, order, rates)

@@ -31,12 +31,12 @@ import torch
 from support.harness import Row, describe_machine, make_parser, report
 from support.subgraphs import Part, Subgraph, SubgraphCache
 
-from torchmm.balance.compiled import Int64s
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.numba_utils import Int64s
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.graph_kernels import time_nodes
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.simulation.plan_graph import build_plan_graph
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> Profile | None:
         import torch.distributed as dist
 
         from torchmm.balance.costs.calibration import fit_profile
-        from torchmm.balance.measure.operators import machine, measure
+        from torchmm.balance.measurement.operators import describe_device, measure
 
     cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
@@ -117,13 +117,13 @@ def _measure(options: argparse.Namespace) -> Profile | None:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     with report_progress("measuring this device"):
         found = measure(device, dtype, options.seconds, quick=options.quick)
-    location, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
+    location, first = describe_device(device), not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
         dist.destroy_process_group()
     if not first:
         return None
     base, known = _known_profile(device)
-    profile = fit_profile(found, base, name, location, own_peaks=not known)
+    profile = fit_profile(found, base, name, location, use_measured_peaks=not known)
     _print_profile(profile, name)
     return profile
 
@@ -167,9 +167,14 @@ def _fit_to_steps(options: argparse.Namespace) -> Profile:
         )
     recipe = load_recipe(options.config).recipe
     with report_imports():
-        from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
+        from torchmm.balance.costs.calibration import (
+            ActionTiming,
+            RecordedStep,
+            compare_action_times,
+            correct_profile,
+        )
         from torchmm.balance.costs.profiles import load_profile
-        from torchmm.balance.run_costs import run_costs
+        from torchmm.balance.run_costs import build_cost_model
         from torchmm.pipelining.view.records import read_content, read_records
         from torchmm.planning.recipe_model import recipe_model
         from torchmm.planning.resolved_recipe import resolve_recipe
@@ -180,15 +185,15 @@ def _fit_to_steps(options: argparse.Namespace) -> Profile:
     if parallel.placement == "disaggregated" and options.world_size is None:
         raise ValueError("disaggregated modules: set the number of ranks with --world-size")
     ranks = options.world_size or parallel.pipeline * parallel.tensor
-    costs = run_costs(resolve_recipe(recipe, ranks), modules, profile)
-    observed: list[Observed] = []
+    costs = build_cost_model(resolve_recipe(recipe, ranks), modules, profile)
+    observed: list[ActionTiming] = []
     for path in options.fit_from_timeline:
         records, graph = read_records(path)
         content = read_content(path)
         if content is None:
             raise ValueError(f"{path}: the recorded step does not describe its microbatches")
-        observed += observe(RecordedStep(records, graph, content), modules, costs)
-    learned = learn(profile, observed)
+        observed += compare_action_times(RecordedStep(records, graph, content), modules, costs)
+    learned = correct_profile(profile, observed)
     for module, factors in learned.factors.items():
         shown = ", ".join(f"{kind} {factor:.3f}" for kind, factor in factors.items())
         print(f"{module}: measured / predicted: {shown}")

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.run_costs import simulated_profile
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
+from torchmm.balance.run_costs import load_simulated_profile
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import UPDATE_CHUNK
 
@@ -106,8 +106,8 @@ def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, 
                 Path(folder) / str(settings["name"]), overrides, switch.ranks, through
             )
             recipe = load_recipe(RECIPE, overrides, switch.ranks).recipe
-            forecaster = Forecaster(recipe, switch.ranks, simulated_profile(recipe))
-            step = forecaster.forecast_parallel(recipe.parallel).step
+            forecaster = StepSimulator(recipe, switch.ranks, load_simulated_profile(recipe))
+            step = forecaster.simulate_parallel(recipe.parallel).step
             if step is None:
                 raise RuntimeError(f"{name} cannot be planned")
             yield name, Peak(measured, max(step.peak_bytes))

@@ -12,8 +12,11 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from torchmm.balance.compiled import Int64s
-from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem, TuningSolution
+from torchmm.balance.numba_utils import Int64s
+from torchmm.balance.pipeweaver.activation_checkpointing.problem import (
+    TuningProblem,
+    TuningSolution,
+)
 
 
 def solve_exactly(
@@ -71,7 +74,7 @@ def _memory_rows(problem: TuningProblem) -> tuple[sparse.csr_matrix, np.ndarray]
         bytes_NC = (
             first_N[:, None] * problem.kept_bytes_NC
             + later_N[:, None] * problem.later_bytes_NC
-            + here_N[:, None] * problem.passing_bytes_NC
+            + here_N[:, None] * problem.transient_bytes_NC
         )
         rows.append(sparse.csr_matrix(bytes_NC.ravel()[None] / scale))
     kept = _not_implied(problem, tight)
@@ -87,7 +90,7 @@ def _max_bytes_T(problem: TuningProblem) -> Int64s:
         problem.end_N,
         problem.extra_ms_NC[:, :1],
         problem.kept_bytes_NC[:, :1],
-        problem.passing_bytes_NC.max(1, keepdims=True),
+        problem.transient_bytes_NC.max(1, keepdims=True),
         problem.later_bytes_NC.max(1, keepdims=True),
         problem.free_bytes_T,
     )
@@ -100,7 +103,7 @@ def _not_implied(problem: TuningProblem, tight: Int64s) -> list[int]:
     An adjacent constraint implies another one if it has at least the same pairs and at most the
     same free memory.
     """
-    turns = set(problem.middle_N[(problem.passing_bytes_NC > 0).any(1)].tolist())
+    turns = set(problem.middle_N[(problem.transient_bytes_NC > 0).any(1)].tolist())
     turns |= set((problem.middle_N[problem.end_N > problem.middle_N] + 1).tolist())
     begins = set(problem.start_N.tolist())
     ends = set((problem.end_N + 1).tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from torchmm.balance.costs.calibration import Measured, Measurements
+from torchmm.balance.costs.calibration import Measurements, TimedOperator
 
 
 def mean_measurements(*measurements: Measurements) -> Measurements:
@@ -14,7 +14,7 @@ def mean_measurements(*measurements: Measurements) -> Measurements:
     layers = zip(*(measurement.layers for measurement in measurements), strict=True)
     working = zip(*(measurement.working for measurement in measurements), strict=True)
     return Measurements(
-        [Measured(same[0].operator, mean(m.seconds for m in same)) for same in operators],
+        [TimedOperator(same[0].operator, mean(m.seconds for m in same)) for same in operators],
         {kind: mean(measurement.tiny[kind] for measurement in measurements) for kind in first.tiny},
         [(same[0][0], mean(seconds for _, seconds in same)) for same in layers],
         [

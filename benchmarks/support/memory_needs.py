@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.pipeweaver.recomputation.rank_problems import Rows, rank_problems
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.activation_checkpointing.rank_problems import (
+    CandidateTables,
+    build_rank_problems,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -31,14 +34,16 @@ def memory_needs(
 ) -> list[MemoryNeeds]:
     """Return the lowest and highest peak memory of each rank. Arguments as for `tune_layers`."""
     step = plan.graph, modules, microbatches
-    costs = plan_costs(*step, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    costs = compute_plan_costs(*step, tuning.model, targets=targets, layerwise=tuning.layerwise)
     choices = tuning.choices(*step, targets)
     needs = []
-    for each in rank_problems(plan, costs, Rows(costs, choices, tuning.candidates), 0):
+    for each in build_rank_problems(
+        plan, costs, CandidateTables(costs, choices, tuning.candidates), 0
+    ):
         problem = each.problem
         peaks = [
             int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
-            for choice_N in (problem.leanest_N, problem.fastest_N)
+            for choice_N in (problem.min_memory_N, problem.fastest_N)
         ]
         needs.append(MemoryNeeds(*peaks))
     return needs

@@ -17,7 +17,7 @@ from math import log, sqrt
 import numpy as np
 
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.pipeweaver.order_search.annealing import Annealing, Evaluator, Strategy
+from torchmm.balance.pipeweaver.schedule_search.annealing import Annealing, Evaluator, Strategy
 
 ROLLOUTS = 10
 """Rollouts per expansion of the tree, as in the paper."""

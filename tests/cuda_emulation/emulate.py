@@ -26,7 +26,7 @@ from defects import DEFECTS
 from fakecuda.flash import as_one
 
 from torchmm.balance import step_plans
-from torchmm.balance.optimus.ahead import Ahead
+from torchmm.balance.optimus.encoder_overlap import EncoderOverlap
 from torchmm.extensions.low_precision import low_precision_optimizer
 from torchmm.models.layers import loss
 from torchmm.parallel import compilation
@@ -53,7 +53,7 @@ def watch(directory: Path, steps: set[int]) -> None:
         label[0] = text
         device.set_label(text)
 
-    original_switch = Ahead._switch
+    original_switch = EncoderOverlap._run_thread
 
     def switch(self, pieces):
         step_label = label[0]
@@ -112,7 +112,7 @@ def watch(directory: Path, steps: set[int]) -> None:
 
     Trainer.run_step, StepState.handlers, StepState.finish = run_step, handlers, finish
     CheckpointManager.save = save
-    Ahead._switch = switch
+    EncoderOverlap._run_thread = switch
 
 
 def offload_all() -> None:
@@ -140,7 +140,7 @@ def trace_only() -> None:
     Compilation.__init__ = lambda self, backend="", **options: original_init(
         self, "aot_eager", **options
     )
-    compilation.missing_compiler = lambda device: ""
+    compilation.find_missing_compiler = lambda device: ""
 
 
 def fuse_loss() -> None:

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tuned_limits import half_way
 
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.pipeweaver.planners import plan_pipeline_step
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PeerError
 from torchmm.models.build import build_model

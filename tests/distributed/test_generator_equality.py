@@ -21,7 +21,7 @@ from support.balanced_microbatches import balanced_microbatch
 from test_schedule_equality import Reference, _gradient_problems
 from torch import Tensor
 
-from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.image_balancing import ImageBalancer
 from torchmm.common import sequence_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
@@ -421,7 +421,7 @@ def compare(
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         share = reference.batch[rank::ranks]
         if case.balance:
-            balance = ImageBalance(tuple(m for m in descriptions if m.kind != "llm"))
+            balance = ImageBalancer(tuple(m for m in descriptions if m.kind != "llm"))
             share = [
                 balanced_microbatch(reference.batch[first : first + ranks], balance, rank)
                 for first in range(0, len(reference.batch), ranks)

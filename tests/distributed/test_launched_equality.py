@@ -13,13 +13,13 @@ from launch import run_distributed
 from model_cases import LLMS, build, microbatch
 from test_colocated_equality import CPU, Case, _compare
 
-from torchmm.balance.optimus import ahead
-from torchmm.balance.optimus.ahead import UNLIMITED, Ahead
-from torchmm.balance.optimus.launch_choice import plan_launches
-from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.optimus import encoder_overlap
+from torchmm.balance.optimus.encoder_overlap import UNLIMITED_PIECES, EncoderOverlap
+from torchmm.balance.optimus.launch_planning import plan_launches
+from torchmm.balance.optimus.launches import add_launches
 from torchmm.balance.optimus.layer_pieces import layer_collectives
+from torchmm.balance.plan_costs import LayerPiece, LayerPieces, PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
 from torchmm.costs.execution import Execution
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
@@ -90,20 +90,20 @@ def test_launches_before_their_inputs_are_rejected():
     assert any("requires" in each and "which is not available" in each for each in errors), errors
 
 
-class CountingAhead(Ahead):
+class CountingAhead(EncoderOverlap):
     """Overlap state that counts the encoder kernels that run during collectives."""
 
     executed = 0
 
-    def _switch(self, pieces: int) -> None:
-        super()._switch(pieces)
-        if pieces != UNLIMITED:
+    def _run_thread(self, pieces: int) -> None:
+        super()._run_thread(pieces)
+        if pieces != UNLIMITED_PIECES:
             CountingAhead.executed += pieces - max(0, self._left)
 
 
 def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    ahead.Ahead = CountingAhead  # type: ignore[misc]
+    encoder_overlap.EncoderOverlap = CountingAhead  # type: ignore[misc]
     if broken:
         HookedCollectives.sum = lambda self, x: x  # type: ignore[method-assign]
     results = []
@@ -131,9 +131,9 @@ def costs_of(plan: PipelinePlan, config: ParallelConfig) -> PlanCosts:
     encoders = encoder_stages(plan.graph)
     split = config.mirrors < config.tensor
     execution = Execution(tensor=2 if split else 1, sequence_parallel=config.sequence_parallel)
-    part = [Piece(1 / 6, False), Piece(1 / 6, False), Piece(1 / 6, split)]
+    part = [LayerPiece(1 / 6, False), LayerPiece(1 / 6, False), LayerPiece(1 / 6, split)]
     if split and config.sequence_parallel:
-        part = [Piece(0.0, True), *part]
+        part = [LayerPiece(0.0, True), *part]
     layer = LayerPieces(tuple(part * 2), tuple(part * 2))
     names = {plan.graph.layout.stages[index].module for index in encoders}
     compute = {}
@@ -145,7 +145,7 @@ def costs_of(plan: PipelinePlan, config: ParallelConfig) -> PlanCosts:
     return PlanCosts(
         compute,
         tensor,
-        runs_beside=True,
+        overlaps_communication=True,
         pieces=dict.fromkeys(names, layer),
         collectives=collectives,
     )
@@ -154,7 +154,7 @@ def costs_of(plan: PipelinePlan, config: ParallelConfig) -> PlanCosts:
 def _launch(plans: list[PipelinePlan], config: ParallelConfig, plan: PipelinePlan) -> PipelinePlan:
     """Add launches to the plan, and check the plan."""
     costs = costs_of(plan, config)
-    launched = with_launches(plan, plan_launches(plan, costs))
+    launched = add_launches(plan, plan_launches(plan, costs))
     validate_plan(launched).raise_for_problems()
     assert simulate(launched, costs).makespan_ms <= simulate(plan, costs).makespan_ms
     plans.append(launched)

@@ -12,7 +12,7 @@ from pipeline_cases import DELTA_NETS
 from support.balanced_microbatches import balanced_microbatch
 from torch.distributed.tensor import DTensor
 
-from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.image_balancing import ImageBalancer
 from torchmm.common.batch import Microbatch
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
@@ -456,7 +456,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
     share = batch[rank::ranks]
     if case.balance:
-        balance = ImageBalance(tuple(m for m in descriptions if m.kind == "encoder"))
+        balance = ImageBalancer(tuple(m for m in descriptions if m.kind == "encoder"))
         share = [
             balanced_microbatch(batch[first : first + ranks], balance, rank)
             for first in range(0, len(batch), ranks)

@@ -7,7 +7,7 @@ from launch import run_distributed
 
 from torchmm.balance.costs.calibration import fit_profile
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.measure.operators import measure
+from torchmm.balance.measurement.operators import measure
 from torchmm.costs.operators import KINDS, NETWORK_KINDS
 
 
@@ -15,7 +15,7 @@ def calibrate() -> tuple[set[str], dict[str, list[float]], list[float]]:
     """Return measured operator kinds, network efficiencies and the times of all operators."""
     dist.init_process_group("gloo")
     measurement = measure(torch.device("cpu"), torch.float32, seconds=0.2, quick=True)
-    profile = fit_profile(measurement, load_profile("cpu"), "float32", "", own_peaks=True)
+    profile = fit_profile(measurement, load_profile("cpu"), "float32", "", use_measured_peaks=True)
     values = {kind: list(profile.efficiency[kind].values) for kind in NETWORK_KINDS}
     kinds = {m.operator.kind for m in measurement.operators} | set(measurement.tiny)
     return kinds, values, [m.seconds for m in measurement.operators]

@@ -14,8 +14,8 @@ from launch import run_distributed
 from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.pipeweaver.background.leader import start_planning
+from torchmm.balance.pipeweaver.background.planning_worker import PlanningWorker
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
-from torchmm.balance.pipeweaver.background.work import PlanWork
 from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.common import step_process
 from torchmm.common.batch import Microbatch
@@ -41,7 +41,7 @@ class SynchronousProcess:
     """Planning process that plans synchronously in this process, to avoid contention."""
 
     def __init__(self, setup: PlanningSetup, priority: Priority) -> None:
-        self.work = PlanWork(setup)
+        self.work = PlanningWorker(setup)
         self.planned: PlannedStep | None = None
 
     def submit(self, step: int, request: PlanRequest) -> None:
@@ -63,7 +63,7 @@ class KilledProcess(StepProcess[PlannedStep]):
     number: ClassVar = signal.SIGKILL
 
     def __init__(self, setup: PlanningSetup, priority: Priority) -> None:
-        super().__init__(PlanWork(setup), "planning", priority)
+        super().__init__(PlanningWorker(setup), "planning", priority)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if step == 6 and self.pid:

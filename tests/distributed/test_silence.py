@@ -26,7 +26,7 @@ LATE_S = 0.3
 MAX_GAP_S = 15.0
 """Maximum time between two lines on a machine under load. It is 5 s on an idle machine."""
 BEFORE_STEPS = (
-    "torchmm.training.run:resolve",
+    "torchmm.training.run:resolve_recipe",
     "torchmm.training.model_build:recipe_model",
     "torchmm.training.model_build:plan_layout",
     "torch.distributed:init_process_group",
@@ -64,8 +64,8 @@ INSPECT = (
     "torchmm.extensions.reports.inspection.html_report:write_data_report",
 )
 PLAN = (
-    "torchmm.balance.search.search:StepSample",
-    "torchmm.balance.search.recipe_plans:Forecaster",
+    "torchmm.balance.search.plan_search:StepSample",
+    "torchmm.balance.search.recipe_plans:StepSimulator",
 )
 QUICKSTART = ("--config", "recipes/quickstart.toml")
 PROGRAMS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
-from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
+from torchmm.balance.pipeweaver.measuring_planner import MeasuringPlanner
 from torchmm.balance.schedules import SEARCHED_SCHEDULE
 from torchmm.common.step_process import Priority, StepProcessError
 from torchmm.parallel.mesh import start_process_group

@@ -7,9 +7,9 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.online_calibration import ActionKind
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.pipeweaver.planners import plan_pipeline_step
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
-from torchmm.balance.rates import ActionKind
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.costs.execution import Execution
 from torchmm.training.pipeline import Pipeline

@@ -33,7 +33,7 @@ from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
-from torchmm.balance.search.placement import orchestrated, with_arrangement
+from torchmm.balance.search.recipe_completion import complete_reordering, complete_sizes
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.multimodal import MultimodalModel
@@ -164,9 +164,9 @@ class Server:
         os.environ.update(WORLD_SIZE=str(layout.world), RANK="0")
         try:
             recipe = load_recipe(file, [], layout.world).recipe
-            run = resolve_recipe(orchestrated(recipe, layout.world), layout.world)
+            run = resolve_recipe(complete_sizes(recipe, layout.world), layout.world)
             model, tokenizer = build_meta_model(run)
-            run = with_arrangement(run, model)
+            run = complete_reordering(run, model)
             if uses_csv:
                 write_csv(run, model, directory / "order.csv")
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"

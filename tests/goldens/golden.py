@@ -22,8 +22,8 @@ import torch
 from tiny_recipe import ONLY_TRAINS, records
 from train_server import TrainServer
 
-from torchmm.balance.forecasts import dry_run
-from torchmm.balance.forecasts.forecast import Forecast
+from torchmm.balance.recipe_simulation import dry_run
+from torchmm.balance.recipe_simulation.step_simulator import SimulatedStepReport
 from torchmm.recipe.read import list_recipes, load_recipe
 
 FOLDER = Path(__file__).parent
@@ -96,9 +96,9 @@ def plan_recipe(path: Path) -> Golden:
     has_data = all(Path(s.path).parts[:2] in DATA for s in recipe.data.sources)
     overrides = [] if has_data else ["--data.sources=[]", "--data.validation=[]"]
     recipe = load_recipe(path, overrides).recipe
-    forecasts: list[Forecast] = []
+    forecasts: list[SimulatedStepReport] = []
     keep = mock.Mock(side_effect=lambda file, name, forecast: forecasts.append(forecast))
-    with mock.patch.object(dry_run, "write_picture", keep):
+    with mock.patch.object(dry_run, "write_timeline", keep):
         text = dry_run.describe_run(recipe, ranks, Path("plan.svg"))
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines())
     return {
@@ -108,7 +108,7 @@ def plan_recipe(path: Path) -> Golden:
     }
 
 
-def _forecast_values(forecast: Forecast) -> Golden:
+def _forecast_values(forecast: SimulatedStepReport) -> Golden:
     """Return the plan and the simulated step of a forecast."""
     step = forecast.step
     assert step is not None

@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 from support.models.layer_pieces import layer_pieces
 
+from torchmm.balance.optimus.bubble_scheduler import BubbleSchedule
 from torchmm.balance.optimus.encoder_work import EncoderWork
-from torchmm.balance.optimus.llm_timeline import LlmTimeline, llm_timeline
-from torchmm.balance.optimus.scheduler import BubbleSchedule
+from torchmm.balance.optimus.llm_timeline import LlmTimeline, build_llm_timeline
 from torchmm.balance.picoseconds import to_picoseconds
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout
@@ -40,7 +40,7 @@ def llm_step(
     compute = {Action(k, *task): ms for task in graph.tasks() for k, ms in durations.items()}
     costs = options.pop("costs", PlanCosts(compute))
     order = backbone_order(graph, ORDERS[schedule] if isinstance(schedule, str) else schedule)
-    return llm_timeline(graph, order, costs, layer_pieces(graph, costs), **options)
+    return build_llm_timeline(graph, order, costs, layer_pieces(graph, costs), **options)
 
 
 def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTimeline:
@@ -58,7 +58,7 @@ def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTim
     wire = rng.choice((0.0, 0.1))
     costs = PlanCosts(
         compute,
-        tensor_ms={action: tensor * ms for action, ms in compute.items()},
+        tp_comm_ms={action: tensor * ms for action, ms in compute.items()},
         transfer_ms={
             (Message(s, d, m), back): wire
             for s, d in graph.layout.edges
@@ -69,13 +69,13 @@ def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTim
         reduce_ms={s: 0.7 for s in range(stages)},
     )
     order = backbone_order(graph, ORDERS[schedule])
-    return llm_timeline(
+    return build_llm_timeline(
         graph,
         order,
         costs,
         layer_pieces(graph, costs),
         sharding=rng.choice(("none", "step")),
-        reduction_hides=rng.random() < 0.5,
+        overlaps_reduction=rng.random() < 0.5,
     )
 
 
@@ -86,12 +86,12 @@ def random_work(
     *,
     alike: bool,
     name: str = "vision",
-    tensor_groups=1,
+    devices_per_rank=1,
     width=1,
 ) -> EncoderWork:
     """Return the random kernels of an encoder, some of which communicate."""
     stages = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
-    devices = np.arange(0, ranks * tensor_groups, width, dtype=np.int32)
+    devices = np.arange(0, ranks * devices_per_rank, width, dtype=np.int32)
     blocks = devices.reshape(ranks // stages, stages, -1).transpose(0, 2, 1)
     kernels = rng.choice((1, 3, 8))
     counts = (
@@ -110,7 +110,7 @@ def random_work(
         blocks.reshape(-1, stages),
         forward,
         forward[:, :, ::-1] * (0.0 if frozen else rng.uniform(1, 2)),
-        tensor_groups,
+        devices_per_rank,
         links,
         links[::-1],
         np.full((len(tasks), stages), rng.choice((0.0, 0.05))),
@@ -151,9 +151,9 @@ class NaiveFit:
 
     def __init__(self, timeline: LlmTimeline, work: EncoderWork, coarse: bool) -> None:
         self.timeline, self.work = timeline, work
-        self.tensor_groups = work.tensor_groups
-        free = timeline.free_outside() if coarse else timeline.free_compute()
-        links = timeline.free_outside() if coarse else timeline.free_links()
+        self.devices_per_rank = work.devices_per_rank
+        free = timeline.idle_outside() if coarse else timeline.idle_compute()
+        links = timeline.idle_outside() if coarse else timeline.idle_links()
         self.free = [self._intervals(each) for each in (free, links)]
 
     def _intervals(self, free) -> list[list[tuple[int, int]]]:
@@ -165,16 +165,16 @@ class NaiveFit:
         """Return whether all tasks, in the order in which the LLM needs them, are in time."""
         timeline, work = self.timeline, self.work
         device_ps = {
-            int(d): int(timeline.gathered_ps[d // self.tensor_groups]) - delay_ps
+            int(d): int(timeline.unsharded_ps[d // self.devices_per_rank]) - delay_ps
             for d in work.devices_MS.flatten()
         }
-        order = sorted(range(len(work.tasks)), key=lambda n: timeline.needed_ps[work.tasks[n][0]])
+        order = sorted(range(len(work.tasks)), key=lambda n: timeline.deadline_ps[work.tasks[n][0]])
         for n in order:
             now, before = -(1 << 60), None
             for stage, device in enumerate(work.devices_MS[pipeline_N[n]].tolist()):
-                rank = device // self.tensor_groups
+                rank = device // self.devices_per_rank
                 if before is not None and before != rank:
-                    now += to_picoseconds(work.hops_ms_NS[n, stage - 1])
+                    now += to_picoseconds(work.transfer_times_ms_NS[n, stage - 1])
                 now = max(now, device_ps[device])
                 for ms, on_links in zip(work.forward_ms_NSK[n, stage], work.links[0], strict=True):
                     now = self._first_fit(rank, now, to_picoseconds(ms), bool(on_links))
@@ -183,8 +183,8 @@ class NaiveFit:
                 device_ps[device] = now
                 before = rank
             if before != timeline.entry_rank:
-                now += to_picoseconds(work.hops_ms_NS[n, -1])
-            if now > timeline.needed_ps[work.tasks[n][0]]:
+                now += to_picoseconds(work.transfer_times_ms_NS[n, -1])
+            if now > timeline.deadline_ps[work.tasks[n][0]]:
                 return False
         return True
 

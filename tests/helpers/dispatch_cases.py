@@ -1,6 +1,6 @@
 """Steps of an encoder and an LLM on a pipeline, with costs that are the same on all ranks."""
 
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout

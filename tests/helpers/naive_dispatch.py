@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from random_orders import random_graph
 
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.transfers import transfers

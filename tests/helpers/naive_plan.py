@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -38,13 +38,13 @@ class Play:
         self.number: dict[tuple[int, Action], tuple[tuple[int, int], int]] = {}
         self.reached: dict[tuple, int] = {}
         self.times: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        on_wire = {}
+        sent_bytes = {}
         for transfer in transfers(plan.graph, plan.training):
             send, wait_send, receive, wait = transfer.actions()
             duration_ms = costs.transfer_ms.get((transfer.message, transfer.backward), 0)
-            on_wire[transfer.source, send] = duration_ms, wait_send
-            on_wire[transfer.destination, receive] = duration_ms, wait
-        self.on_wire = on_wire
+            sent_bytes[transfer.source, send] = duration_ms, wait_send
+            sent_bytes[transfer.destination, receive] = duration_ms, wait
+        self.sent_bytes = sent_bytes
         changed = True
         while changed:
             changed = False
@@ -56,7 +56,7 @@ class Play:
                     self.times[rank].append(span)
                     changed = True
         assert [len(t) for t in self.times] == [len(p) for p in plan.actions], "stuck"
-        for rank, program in enumerate(plan.actions if costs.runs_beside else ()):
+        for rank, program in enumerate(plan.actions if costs.overlaps_communication else ()):
             for position, action in enumerate(program):
                 if action.type is T.REDUCE_GRAD:
                     start, _ = self.times[rank][position]
@@ -79,7 +79,7 @@ class Play:
 
     def reduce_tied(self, rank: int, action: Action) -> int | None:
         ready = self.now[rank]
-        if self.costs.runs_beside and (rank, action.stage) in self.at_reduction:
+        if self.costs.overlaps_communication and (rank, action.stage) in self.at_reduction:
             reduced = self.reduced(rank, action.stage)
             if reduced is None:
                 return None
@@ -102,7 +102,7 @@ class Play:
         if kind is T.REDUCE_GRAD:
             ready = max(start, self.gathered.get((rank, action.stage), 0))
             self.at_reduction[rank, action.stage] = ready
-            if self.costs.runs_beside:
+            if self.costs.overlaps_communication:
                 return start, start  # the end is set after the simulation
             ranks = self.plan.graph.layout.stages[action.stage].ranks
             arrivals = [self.at_reduction.get((r, action.stage)) for r in ranks]
@@ -116,7 +116,7 @@ class Play:
             end = self.reduce_tied(rank, action)
             if end is None:
                 return None
-        elif (rank, action) in self.on_wire:
+        elif (rank, action) in self.sent_bytes:
             self.post(rank, action)
             end = start
         else:
@@ -131,7 +131,7 @@ class Play:
         sends = action.type in (T.SEND_F, T.SEND_B)
         channel = (rank, action.peer) if sends else (action.peer, rank)
         posted = (self.sent if sends else self.received)[channel]
-        duration_ms, wait = self.on_wire[rank, action]
+        duration_ms, wait = self.sent_bytes[rank, action]
         self.number[rank, wait] = channel, len(posted)
         posted.append(self.now[rank])
         if sends:
@@ -166,7 +166,7 @@ def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
     kept = {task: rng.randint(0, 50) for task in graph.tasks()}
     return PlanCosts(
         compute_ms={a: rng.choice((0, 0.5, 1, 2, 3.7)) for a in compute},
-        tensor_ms={a: 0.0 for a in compute if rng.random() < 0.5},
+        tp_comm_ms={a: 0.0 for a in compute if rng.random() < 0.5},
         gather_ms={stage: rng.choice((0, 1, 2.5)) for stage in stages},
         reduce_ms={stage: rng.choice((0, 1, 2.5)) for stage in stages if rng.random() < 0.9},
         tied_ms={stage: rng.choice((0, 1)) for stage in stages},
@@ -178,5 +178,5 @@ def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
         saved_bytes=kept,
         saved_for_weights_bytes={task: rng.randint(0, 2 * n) for task, n in kept.items()},
         static_bytes=tuple(rng.randrange(100) for _ in plan.actions),
-        runs_beside=rng.random() < 0.5,
+        overlaps_communication=rng.random() < 0.5,
     )

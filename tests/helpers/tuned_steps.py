@@ -10,7 +10,7 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.execution import Execution
 from torchmm.costs.flops import module_layers

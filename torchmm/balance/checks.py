@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from torchmm.balance.simulation.section import SimulationConfig, contradictions
+from torchmm.balance.simulation.section import SimulationConfig, find_conflicts
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.recipe import Recipe
 
 
-def check_simulation(recipe: Recipe, world_size: int | None) -> Problems:
+def check_simulation_section(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of [simulation]."""
     simulation = SimulationConfig.from_parent(recipe)
     encoders = recipe.model.encoder_names
     also = ("training.sequence_length", "simulation")
-    for found in contradictions(simulation, recipe.training.sequence_length):
-        yield Problem(found.key, found.value, found.text, also)
+    for conflict in find_conflicts(simulation, recipe.training.sequence_length):
+        yield Problem(conflict.key, conflict.value, conflict.text, also)
     for name in simulation.images:
         if name not in encoders:
             known = ", ".join(encoders) or "none"

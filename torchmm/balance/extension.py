@@ -36,7 +36,7 @@ ENTRIES: Entries = {
         Entry("ParallelConfig.search", "torchmm.balance.section:SearchConfig"),
         Entry("Recipe.simulation", "torchmm.balance.simulation.section:SimulationConfig"),
     ],
-    "recipe_checks": [Entry("simulation", "torchmm.balance.checks:check_simulation")],
+    "recipe_checks": [Entry("simulation", "torchmm.balance.checks:check_simulation_section")],
     "schedules": [
         Entry("searched", "torchmm.balance.schedules:SEARCHED_SCHEDULE"),
         Entry("optimus", "torchmm.balance.schedules:OPTIMUS_SCHEDULE"),
@@ -49,7 +49,7 @@ ENTRIES: Entries = {
         ),
         Entry(
             "measuring",
-            "torchmm.balance.pipeweaver.measuring:build_measuring_planner",
+            "torchmm.balance.pipeweaver.measuring_planner:build_measuring_planner",
             _uses_times,
         ),
         Entry(

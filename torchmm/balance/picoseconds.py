@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchmm.common.errors import count_problems, list_problems
 
 PICOSECONDS_PER_MS = 10**9
-LONGEST_MS = 4e9
+MAX_DURATION_MS = 4e9
 """Maximum total duration of the operators of a graph: 46 days, half of the 63-bit range."""
 
 
@@ -30,7 +30,7 @@ def to_picoseconds(duration_ms: float) -> int:
 
 def duration_problem(duration_ms: float) -> str:
     """Return a message if a number is not a valid duration. Empty if it is valid."""
-    if 0 <= duration_ms <= LONGEST_MS:
+    if 0 <= duration_ms <= MAX_DURATION_MS:
         return ""
-    limit = f"0 to {LONGEST_MS:g} ms"
+    limit = f"0 to {MAX_DURATION_MS:g} ms"
     return f"a duration of {duration_ms} ms; use a number from {limit}"

@@ -9,8 +9,11 @@ import torch
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.orchestration.unit_costs import TrialRunner, cost_model_run
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.disttrain.orchestration.unit_costs import (
+    ModuleCostFunction,
+    module_cost_function,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
@@ -22,7 +25,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import limit_bytes
 
 
-def run_profile(recipe: Recipe, device: torch.device) -> Profile:
+def load_run_profile(recipe: Recipe, device: torch.device) -> Profile:
     """Return the profile of the device of a run.
 
     On a CPU this is the profile of a CPU, unless `simulation.device` is a file, such as one from
@@ -32,26 +35,26 @@ def run_profile(recipe: Recipe, device: torch.device) -> Profile:
         ConfigError: The device of `simulation.device` is unknown.
     """
     name = SimulationConfig.from_parent(recipe).device
-    return _profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
+    return _load_profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
 
 
-def simulated_profile(recipe: Recipe) -> Profile:
+def load_simulated_profile(recipe: Recipe) -> Profile:
     """Return the profile of the device that steps of the recipe are simulated on.
 
     Raises:
         ConfigError: The device of `simulation.device` is unknown.
     """
-    return _profile(SimulationConfig.from_parent(recipe).device)
+    return _load_profile(SimulationConfig.from_parent(recipe).device)
 
 
-def _profile(name: str) -> Profile:
+def _load_profile(name: str) -> Profile:
     try:
         return load_profile(name)
     except ValueError as error:
         raise ConfigError(f"simulation.device: {error}") from error
 
 
-def run_costs(
+def build_cost_model(
     run: ResolvedRecipe, modules: Sequence[ModuleDescription], profile: Profile
 ) -> CostModel:
     """Return the cost model of the modules of a run.
@@ -66,7 +69,9 @@ def run_costs(
         raise ConfigError(f"training.dtype: {error}") from error
 
 
-def unsharded_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
+def build_unsharded_cost_model(
+    recipe: Recipe, module: ModuleDescription, profile: Profile
+) -> CostModel:
     """Return the cost model of an unsharded module with the recomputation of the recipe."""
     device = profile.device.type
     mode = recompute_mode(recipe, module, device)
@@ -75,9 +80,9 @@ def unsharded_costs(recipe: Recipe, module: ModuleDescription, profile: Profile)
     return CostModel(profile, recipe.training.dtype, executions)
 
 
-def trial_runner(
+def build_module_cost_function(
     recipe: Recipe, modules: Sequence[ModuleDescription], profile: Profile
-) -> TrialRunner:
+) -> ModuleCostFunction:
     """Return the function that returns the time of a module on dedicated ranks of a device.
 
     Raises:
@@ -85,7 +90,7 @@ def trial_runner(
     """
     parallel = recipe.parallel
     device = profile.device.type
-    return cost_model_run(
+    return module_cost_function(
         profile,
         recipe.training.dtype,
         modules,
@@ -98,7 +103,7 @@ def trial_runner(
     )
 
 
-def layer_tuning(
+def build_layer_tuning(
     recipe: Recipe,
     model: CostModel,
     *,
@@ -123,10 +128,10 @@ def layer_tuning(
         name for name in names if checkpointing.selects_layers_automatically(name)
     )
     offloads = requested if checkpointing.offload else frozenset()
-    return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(requested))
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads, must_fit=bool(requested))
 
 
-def run_tuning(
+def build_run_layer_tuning(
     run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     device: torch.device,
@@ -140,8 +145,8 @@ def run_tuning(
     """
     if not run.recipe.tuned_modules:
         return None
-    model = run_costs(run, modules, run_profile(run.recipe, device))
+    model = build_cost_model(run, modules, load_run_profile(run.recipe, device))
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    return layer_tuning(run.recipe, model, layerwise=layerwise, device_bytes=memory)
+    return build_layer_tuning(run.recipe, model, layerwise=layerwise, device_bytes=memory)

@@ -12,21 +12,23 @@ from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
-from torchmm.balance.compiled import Uint32s
-from torchmm.balance.optimus.choice import StepOrder, bubble_choices
-from torchmm.balance.optimus.order import optimus
-from torchmm.balance.pipeweaver.order_search.best_order import (
-    LEAST_GAIN,
+from torchmm.balance.numba_utils import Uint32s
+from torchmm.balance.optimus.action_order import best_optimus_step
+from torchmm.balance.optimus.schedule_selection import StepOrder, select_schedules
+from torchmm.balance.pipeweaver.activation_checkpointing.memory_aware_search import (
+    MemoryAwareSearch,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuner
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, SearchSettings
+from torchmm.balance.pipeweaver.schedule_search.step_search import (
+    MIN_GAIN,
     SearchedOrder,
     StepSearch,
-    search_within_memory,
+    build_limited_search,
 )
-from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
-from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
-from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
+from torchmm.balance.pipeweaver.schedule_search.warm_start import WarmStart
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.section import SearchConfig
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations, UnshardMode
@@ -40,10 +42,10 @@ from torchmm.pipelining.schedules.layouts import (
 from torchmm.planning.step import PlannedSchedule
 from torchmm.recipe.parallel_section import ParallelConfig
 
-EVALUATIONS = 4000
+DEFAULT_EVALUATIONS = 4000
 """Default number of evaluated orders per step if neither the recipe nor the step time limits it. A
 few seconds for the largest steps of PipeWeaver."""
-MOST_ASSIGNMENTS = 256
+MAX_ASSIGNMENTS = 256
 """Maximum number of assignments of encoder tasks to pipelines per Optimus candidate."""
 
 
@@ -77,7 +79,7 @@ def relative_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
     return RelativeCosts(costs, 1.0 / scale)
 
 
-def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
+def build_optimus_layout(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
     """Return a layout with encoders in separate pipelines.
 
     Encoder stages have one layer unless the recipe sets fewer stages, because a bubble holds at
@@ -112,7 +114,7 @@ def plan_optimus(
         ValueError: The layout is not colocated.
     """
     costs = relative_costs(graph, durations).costs
-    planned = optimus(
+    planned = best_optimus_step(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
@@ -121,7 +123,7 @@ def plan_optimus(
     return planned.graph, planned.order
 
 
-def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
+def build_searched_layout(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
     """Return a layout with modality-separated segments, or as set by `stages` in [parallel.search].
 
     Raises:
@@ -135,7 +137,7 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     return separated_layout(modules, config.pipeline, segments)
 
 
-def search_budget(section: SearchConfig, seconds: float | None = None) -> Budget:
+def build_search_budget(section: SearchConfig, seconds: float | None = None) -> SearchBudget:
     """Return the limits of the search for the order of a step.
 
     Args:
@@ -144,13 +146,13 @@ def search_budget(section: SearchConfig, seconds: float | None = None) -> Budget
     """
     evaluations = section.evaluations
     if evaluations is None and seconds is None:
-        evaluations = EVALUATIONS
-    return Budget(evaluations, seconds)
+        evaluations = DEFAULT_EVALUATIONS
+    return SearchBudget(evaluations, seconds)
 
 
-def search_settings(
+def build_search_settings(
     section: SearchConfig, workers: int | None = None, starts: Sequence[Uint32s] = ()
-) -> Settings:
+) -> SearchSettings:
     """Return the settings of the search for the order of a step.
 
     Args:
@@ -158,23 +160,23 @@ def search_settings(
         workers: Number of threads. None for the value of the recipe.
         starts: Orders that are evaluated first.
     """
-    return Settings(workers=workers or section.workers, starts=starts)
+    return SearchSettings(workers=workers or section.workers, starts=starts)
 
 
-def step_search(
+def build_step_search(
     graph: StageGraph,
     costs: PlanCosts,
-    least_gain: float = LEAST_GAIN,
-    tuner: Tuner | None = None,
-) -> StepSearch | TunedSearch:
+    min_gain: float = MIN_GAIN,
+    tuner: LayerTuner | None = None,
+) -> StepSearch | MemoryAwareSearch:
     """Return the search for the order of a step.
 
     Runs, background processes and simulations use the same search.
 
     Args:
         graph: Tasks of the step.
-        costs: Costs of `torchmm.balance.step_plans.searched_costs`.
-        least_gain: Minimum gain of `StepSearch`.
+        costs: Costs of `torchmm.balance.step_plans.compute_search_costs`.
+        min_gain: Minimum gain of `StepSearch`.
         tuner: Tuner of the step if layers are tuned. If no order fits then, ranks may use as much
             memory as the separated schedule.
 
@@ -182,35 +184,35 @@ def step_search(
         SimulationError: A cost is missing or invalid.
     """
     if tuner is not None:
-        tuned = TunedSearch(graph, costs, tuner, least_gain)
+        tuned = MemoryAwareSearch(graph, costs, tuner, min_gain)
         if tuned.fits:
             return tuned
-    return search_within_memory(graph, costs, least_gain)
+    return build_limited_search(graph, costs, min_gain)
 
 
-def search_by_costs(
+def search_schedule(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
-    budget: Budget | None = None,
-    tuner: Tuner | None = None,
+    budget: SearchBudget | None = None,
+    tuner: LayerTuner | None = None,
 ) -> SearchedOrder:
     """Return the PipeWeaver order of one step, with transfers and device memory.
 
     Args:
         config: [parallel] section.
         graph: Tasks of the step.
-        costs: Costs of `torchmm.balance.step_plans.searched_costs`, in runs and simulations.
+        costs: Costs of `torchmm.balance.step_plans.compute_search_costs`, in runs and simulations.
         budget: Search limits. None for those of the recipe.
-        tuner: Tuner of the step. See `step_search`.
+        tuner: Tuner of the step. See `build_step_search`.
 
     Raises:
         ValueError: No order fits into memory.
         SimulationError: A cost is missing or invalid.
     """
     section = SearchConfig.from_parent(config)
-    step = step_search(graph, costs, tuner=tuner)
-    return step.search(budget or search_budget(section), search_settings(section))
+    step = build_step_search(graph, costs, tuner=tuner)
+    return step.search(budget or build_search_budget(section), build_search_settings(section))
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,12 @@ class PlannedOrder:
         step: Order of the actions.
         statistics: Metrics of the search by their names in `torchmm.training.metrics`. The value of
             "predicted_step_ms" does not include all-gathers and reductions of searched schedules.
-        refused: Whether the step does not fit into memory even if its layers are tuned.
+        exceeds_memory: Whether the step does not fit into memory even if its layers are tuned.
     """
 
     step: StepOrder
     statistics: Mapping[str, Any]
-    refused: bool = False
+    exceeds_memory: bool = False
 
     @property
     def predicted_ms(self) -> float:
@@ -234,31 +236,31 @@ class PlannedOrder:
         return float(self.statistics["predicted_step_ms"])
 
 
-def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
+def to_planned_order(graph: StageGraph, searched: SearchedOrder) -> PlannedOrder:
     """Return the result of a search with its graph."""
     statistics = {
-        "planner": found.planner,
-        "predicted_step_ms": found.predicted_ms,
-        "speedup_over_default_order": found.speedup_over_default_order,
-        "planner_evaluations": found.evaluations,
+        "planner": searched.planner,
+        "predicted_step_ms": searched.predicted_ms,
+        "speedup_over_default_order": searched.speedup_over_default_order,
+        "planner_evaluations": searched.evaluations,
     }
-    return PlannedOrder(StepOrder(graph, found.order), statistics)
+    return PlannedOrder(StepOrder(graph, searched.order), statistics)
 
 
-def optimus_orders(
+def search_optimus_orders(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
     sharding: UnshardMode,
     evaluations: int | None = None,
-    tuner: Tuner | None = None,
+    tuner: LayerTuner | None = None,
 ) -> Iterator[PlannedOrder]:
-    """Yield the best Optimus order after each simulated candidate (`bubble_choices`).
+    """Yield the best Optimus order after each simulated candidate (`select_schedules`).
 
     Args:
         config: [parallel] section.
         graph: Tasks of the step.
-        costs: Costs of `torchmm.balance.step_plans.searched_costs`.
+        costs: Costs of `torchmm.balance.step_plans.compute_search_costs`.
         sharding: Collectives with which the plan will be lowered.
         evaluations: Maximum number of evaluations per candidate. None for that of the recipe.
         tuner: Tuner of the step if layers are tuned.
@@ -267,34 +269,34 @@ def optimus_orders(
         ValueError: The layout is not colocated.
         SimulationError: A cost is missing or invalid.
     """
-    for best in bubble_choices(
+    for best in select_schedules(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubble_granularity,
         sharding=sharding,
-        tensor_share=config.tp_comm_fraction,
-        evaluations=_assignments(config, evaluations),
+        tp_comm_fraction=config.tp_comm_fraction,
+        evaluations=_max_assignments(config, evaluations),
         tuner=tuner,
     ):
         predicted_ms = best.simulated.makespan_ms
         is_known = predicted_ms > 0 and isfinite(best.coarse_ms)
         statistics = {
-            "planner": f"optimus {best.bubbles}",
+            "planner": f"optimus {best.mode}",
             "predicted_step_ms": predicted_ms,
             "speedup_over_default_order": best.coarse_ms / predicted_ms - 1 if is_known else None,
-            "planner_evaluations": best.played,
+            "planner_evaluations": best.simulated_count,
         }
-        refuses = tuner is not None and tuner.tuning.refuses
-        yield PlannedOrder(best.step, statistics, refuses and not best.simulated.fits)
+        must_fit = tuner is not None and tuner.tuning.must_fit
+        yield PlannedOrder(best.step, statistics, must_fit and not best.simulated.fits)
 
 
-def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
-    limits = (MOST_ASSIGNMENTS, SearchConfig.from_parent(config).evaluations, evaluations)
+def _max_assignments(config: ParallelConfig, evaluations: int | None) -> int:
+    limits = (MAX_ASSIGNMENTS, SearchConfig.from_parent(config).evaluations, evaluations)
     return min(limit for limit in limits if limit is not None)
 
 
-def promised_ms(
+def estimate_step_ms(
     config: ParallelConfig, graph: StageGraph, costs: PlanCosts, sharding: UnshardMode
 ) -> float:
     """Return the bubble scheduler estimate of the step time without recomputation.
@@ -306,35 +308,35 @@ def promised_ms(
         ValueError: The layout is not colocated.
         SimulationError: A cost is missing or invalid.
     """
-    step = optimus(
+    step = best_optimus_step(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubble_granularity,
         sharding=sharding,
-        evaluations=_assignments(config, None),
+        evaluations=_max_assignments(config, None),
     )
     return step.schedule.total_ms
 
 
-def plan_by_costs(
+def plan_with_costs(
     config: ParallelConfig,
     graph: StageGraph,
     costs: PlanCosts,
     sharding: UnshardMode,
-    budget: Budget | None = None,
-    tuner: Tuner | None = None,
+    budget: SearchBudget | None = None,
+    tuner: LayerTuner | None = None,
 ) -> PlannedOrder:
     """Return the order of one step of a schedule that is planned by costs.
 
     Args:
         config: [parallel] section.
         graph: Tasks of the step.
-        costs: Costs as for `search_by_costs`.
+        costs: Costs as for `search_schedule`.
         sharding: Collectives with which the plan will be lowered.
         budget: Search limits. None for those of the recipe. With one evaluation, the result is the
             default order, or the first coarse order that fits.
-        tuner: Tuner of the step. See `step_search`.
+        tuner: Tuner of the step. See `build_step_search`.
 
     Raises:
         ValueError: No order fits into memory.
@@ -342,44 +344,44 @@ def plan_by_costs(
     """
     if config.schedule == "optimus":
         evaluations = None if budget is None else budget.evaluations
-        orders = optimus_orders(config, graph, costs, sharding, evaluations, tuner)
+        orders = search_optimus_orders(config, graph, costs, sharding, evaluations, tuner)
         for best in orders:
-            if evaluations == 1 and not best.refused:
+            if evaluations == 1 and not best.exceeds_memory:
                 break
         return best
-    return searched_order(graph, search_by_costs(config, graph, costs, budget, tuner))
+    return to_planned_order(graph, search_schedule(config, graph, costs, budget, tuner))
 
 
-class Improvements(Protocol):
+class PlanCallback(Protocol):
     """Receiver of orders while the search for better orders continues."""
 
-    def leave(self, best: PlannedOrder) -> None:
+    def on_plan(self, best: PlannedOrder) -> None:
         """Receive an order."""
 
-    def seen(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
+    def on_improvement(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
         """Report the best step time so far, with a function that builds its order.
 
         Returns:
             Whether the search should continue.
         """
 
-    def seconds_left(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Return the remaining seconds of a search. None for no time limit."""
 
 
-class Search(NamedTuple):
+class BackgroundSearch(NamedTuple):
     """Settings of a background search for orders.
 
     Attributes:
-        least_gain: Minimum gain. See `step_search`.
-        tuner: Tuner of the step. See `step_search`.
-        remembered: Orders of previous steps.
+        min_gain: Minimum gain. See `build_step_search`.
+        tuner: Tuner of the step. See `build_step_search`.
+        warm_start: Orders of previous steps.
         workers: Number of threads.
     """
 
-    least_gain: float
-    tuner: Tuner | None
-    remembered: RememberedOrders
+    min_gain: float
+    tuner: LayerTuner | None
+    warm_start: WarmStart
     workers: int
 
 
@@ -388,45 +390,49 @@ def improve_order(
     graph: StageGraph,
     costs: PlanCosts,
     sharding: UnshardMode,
-    improvements: Improvements,
-    search: Search,
+    callback: PlanCallback,
+    search: BackgroundSearch,
 ) -> PlannedOrder:
-    """Return the order of `plan_by_costs`, and report intermediate orders.
+    """Return the order of `plan_with_costs`, and report intermediate orders.
 
     The first order, static or coarse, is fast to compute and is reported at once. Better orders
     follow.
     """
     if config.schedule == "optimus":
-        orders = optimus_orders(config, graph, costs, sharding, tuner=search.tuner)
+        orders = search_optimus_orders(config, graph, costs, sharding, tuner=search.tuner)
         is_reported = False
         for best in orders:
-            if best.refused:
+            if best.exceeds_memory:
                 continue
-            if is_reported and not improvements.seen(best.predicted_ms, partial(_same, best)):
+            if is_reported and not callback.on_improvement(
+                best.predicted_ms, partial(_identity, best)
+            ):
                 break
             if not is_reported:
-                improvements.leave(best)
+                callback.on_plan(best)
             is_reported = True
         return best
-    step = step_search(graph, costs, search.least_gain, search.tuner)
-    improvements.leave(searched_order(graph, step.best()))
+    step = build_step_search(graph, costs, search.min_gain, search.tuner)
+    callback.on_plan(to_planned_order(graph, step.best()))
 
     def seen(best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
-        return improvements.seen(best_ms, lambda: searched_order(graph, make()))
+        return callback.on_improvement(best_ms, lambda: to_planned_order(graph, make()))
 
     section = SearchConfig.from_parent(config)
-    settings = search_settings(section, search.workers, search.remembered.starts(step.dispatcher))
-    result = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
+    settings = build_search_settings(
+        section, search.workers, search.warm_start.starts(step.dispatcher)
+    )
+    result = step.search(build_search_budget(section, callback.remaining_s()), settings, seen)
     if result.segments is not None:
-        search.remembered.add(step.dispatcher, result.segments)
-    return searched_order(graph, result)
+        search.warm_start.add(step.dispatcher, result.segments)
+    return to_planned_order(graph, result)
 
 
-def _same(order: PlannedOrder) -> PlannedOrder:
+def _identity(order: PlannedOrder) -> PlannedOrder:
     return order
 
 
-def plan_by_search(
+def plan_with_search(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
     """Return a searched step from durations only, as in sketches of a step.
@@ -438,8 +444,8 @@ def plan_by_search(
     # Integers with a resolution of a billionth of the step.
     work = costs.compute_ms
     saved_bytes = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
-    return graph, search_by_costs(config, graph, replace(costs, saved_bytes=saved_bytes)).order
+    return graph, search_schedule(config, graph, replace(costs, saved_bytes=saved_bytes)).order
 
 
-OPTIMUS_SCHEDULE = PlannedSchedule(layout_optimus, plan_optimus)
-SEARCHED_SCHEDULE = PlannedSchedule(layout_searched, plan_by_search)
+OPTIMUS_SCHEDULE = PlannedSchedule(build_optimus_layout, plan_optimus)
+SEARCHED_SCHEDULE = PlannedSchedule(build_searched_layout, plan_with_search)

@@ -9,14 +9,20 @@ from dataclasses import replace
 from statistics import mean
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.optimus.choice import StepOrder
-from torchmm.balance.optimus.launches import with_launches
-from torchmm.balance.pipeweaver.order_search.best_order import bounded_orders
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
-from torchmm.balance.rates import ActionFit, ActionKind, RankKind, Total, scaled
-from torchmm.balance.step_costs import PlanCosts
-from torchmm.balance.transfer_times import Pair
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.online_calibration import (
+    ActionKind,
+    ActionTimeFit,
+    ActionTotals,
+    RankKind,
+    scale_durations,
+)
+from torchmm.balance.optimus.launches import add_launches
+from torchmm.balance.optimus.schedule_selection import StepOrder
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning, tune_layers
+from torchmm.balance.pipeweaver.schedule_search.step_search import inflight_limited_orders
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.transfer_times import RankPair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
@@ -39,7 +45,7 @@ ALL_RANKS = -1
 """Rank of a `RankKind` that means every rank."""
 
 
-def searched_costs(
+def compute_search_costs(
     graph: StageGraph,
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
@@ -47,8 +53,8 @@ def searched_costs(
     *,
     layerwise: bool = False,
     rates: Mapping[ActionKind, float] | None = None,
-    fits: Mapping[RankKind, ActionFit] | None = None,
-    between_ms: Mapping[Pair, float] | None = None,
+    fits: Mapping[RankKind, ActionTimeFit] | None = None,
+    rank_pair_ms: Mapping[RankPair, float] | None = None,
 ) -> PlanCosts:
     """Return the costs of a searched schedule: times, transfers and memory of the device.
 
@@ -64,32 +70,32 @@ def searched_costs(
             actions of a kind to the measured sum. If None or empty, times are modeled.
         fits: Measured times of the actions of a rank, used instead of the rates: a constant for
             each action and a rate.
-        between_ms: Measured times of a mean message between two ranks. Other messages differ from
+        rank_pair_ms: Measured times of a mean message between two ranks. Other messages differ from
             it by the modeled difference.
     """
-    costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
+    costs = compute_plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
     if not rates:
         return costs
     flops = task_durations(graph, modules, microbatches)
-    costs = _measured(costs, graph, flops, rates, fits or {})
-    return _with_transfers(costs, graph, between_ms) if between_ms else costs
+    costs = _apply_action_times(costs, graph, flops, rates, fits or {})
+    return _apply_transfer_times(costs, graph, rank_pair_ms) if rank_pair_ms else costs
 
 
-def _with_transfers(
-    costs: PlanCosts, graph: StageGraph, between_ms: Mapping[Pair, float]
+def _apply_transfer_times(
+    costs: PlanCosts, graph: StageGraph, rank_pair_ms: Mapping[RankPair, float]
 ) -> PlanCosts:
     """Return costs with measured transfer times."""
-    pairs: dict[tuple[Message, bool], Pair] = {}
-    modelled_ms: dict[Pair, list[float]] = defaultdict(list)
+    pairs: dict[tuple[Message, bool], RankPair] = {}
+    modeled_ms: dict[RankPair, list[float]] = defaultdict(list)
     for key, ms in costs.transfer_ms.items():
         message, _ = key
         ends = graph.rank(graph.producer(message)), graph.rank(graph.consumer(message))
         pair = pairs[key] = min(ends), max(ends)
-        modelled_ms[pair].append(ms)
+        modeled_ms[pair].append(ms)
     more_ms = {
-        pair: between_ms[pair] - mean(pair_ms)
-        for pair, pair_ms in modelled_ms.items()
-        if pair in between_ms
+        pair: rank_pair_ms[pair] - mean(pair_ms)
+        for pair, pair_ms in modeled_ms.items()
+        if pair in rank_pair_ms
     }
     transfer_ms = {
         key: max(0.0, ms + more_ms.get(pairs[key], 0.0)) for key, ms in costs.transfer_ms.items()
@@ -97,29 +103,33 @@ def _with_transfers(
     return replace(costs, transfer_ms=transfer_ms)
 
 
-def _measured(
+def _apply_action_times(
     costs: PlanCosts,
     graph: StageGraph,
     flops: Durations,
     rates: Mapping[ActionKind, float],
-    fits: Mapping[RankKind, ActionFit],
+    fits: Mapping[RankKind, ActionTimeFit],
 ) -> PlanCosts:
-    """Return costs with the measured times described in `searched_costs`."""
+    """Return costs with the measured times described in `compute_search_costs`."""
     stages = graph.layout.stages
-    modelled_ms: dict[RankKind, float] = defaultdict(float)
+    modeled_ms: dict[RankKind, float] = defaultdict(float)
     work: dict[RankKind, float] = defaultdict(float)
     groups: dict[Action, RankKind] = {}
     for action, ms in costs.compute_ms.items():
         stage = stages[action.stage]
-        known = bool(graph.replica) or len(stage.ranks) == 1
-        rank_kind = (graph.rank(action.task) if known else ALL_RANKS, stage.module, action.type)
+        is_assigned = bool(graph.replica) or len(stage.ranks) == 1
+        rank_kind = (
+            graph.rank(action.task) if is_assigned else ALL_RANKS,
+            stage.module,
+            action.type,
+        )
         group = groups[action] = (
             rank_kind if rank_kind in fits else (ALL_RANKS, stage.module, action.type)
         )
-        modelled_ms[group] += ms
+        modeled_ms[group] += ms
         work[group] += flops(action)
     factors: dict[RankKind, float] = {}
-    for group, ms in modelled_ms.items():
+    for group, ms in modeled_ms.items():
         rate = fits[group].ms_per_flop if group in fits else rates.get(group[1:])
         factors[group] = 1.0
         if rate is not None and ms > 0 and work[group] > 0:
@@ -129,24 +139,26 @@ def _measured(
         action: ms * factors[groups[action]] + (ms > 0) * constants_ms.get(groups[action], 0.0)
         for action, ms in costs.compute_ms.items()
     }
-    tensor_ms = {action: ms * factors[groups[action]] for action, ms in costs.tensor_ms.items()}
-    return replace(costs, compute_ms=compute_ms, tensor_ms=tensor_ms)
+    tp_comm_ms = {action: ms * factors[groups[action]] for action, ms in costs.tp_comm_ms.items()}
+    return replace(costs, compute_ms=compute_ms, tp_comm_ms=tp_comm_ms)
 
 
-def modelled_totals(
+def modeled_totals(
     graph: StageGraph, costs: PlanCosts, flops: Durations
-) -> dict[ActionKind, Total]:
+) -> dict[ActionKind, ActionTotals]:
     """Return the modeled time and the FLOPs of all actions of each kind."""
     owners = [stage.module for stage in graph.layout.stages]
-    totals: dict[ActionKind, Total] = {}
+    totals: dict[ActionKind, ActionTotals] = {}
     for action, action_ms in costs.compute_ms.items():
         kind = owners[action.stage], action.type
-        totals[kind] = totals.get(kind, Total(0.0, 0.0)).plus(Total(action_ms, flops(action)))
+        totals[kind] = totals.get(kind, ActionTotals(0.0, 0.0)).plus(
+            ActionTotals(action_ms, flops(action))
+        )
     return totals
 
 
 @gc_disabled()
-def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost models
+def plan_step_with_costs(  # noqa: PLR0913 - those of `plan_step` and three of cost models
     layout: StageLayout,
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
@@ -184,7 +196,9 @@ def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost 
     step: StepOrder | None = None
     if layout.rank_count > 1:
         graph = step_graph(layout, config, microbatches, sharding)
-        costs = scaled(task_durations(graph, modules, microbatches, targets), graph, factors)
+        costs = scale_durations(
+            task_durations(graph, modules, microbatches, targets), graph, factors
+        )
         step = search(graph, costs) if search else StepOrder(*order_step(graph, config, costs))
 
     def make_plan(order: tuple[StageGraph, ComputeOrder] | None) -> PipelinePlan:
@@ -193,7 +207,7 @@ def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost 
             specs=specs, sharding=sharding, reduces_early=reduces_early, order=order,
         )  # fmt: skip
         if step is not None and step.launches:
-            plan = with_launches(plan, step.launches)
+            plan = add_launches(plan, step.launches)
             validate_plan(plan).raise_for_problems()
         if tuning is not None:
             plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
@@ -206,7 +220,7 @@ def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost 
     except PlanError:
         if tuning is None or config.schedule != "searched":
             raise
-        for _, order in bounded_orders(step.graph, costs):
+        for _, order in inflight_limited_orders(step.graph, costs):
             with suppress(PlanError):
                 return make_plan((step.graph, order))
         raise

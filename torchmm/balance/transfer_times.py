@@ -25,22 +25,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s
-from torchmm.balance.rates import SMOOTHING
+from torchmm.balance.numba_utils import Float64s
+from torchmm.balance.online_calibration import SMOOTHING
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT
 
-Pair = tuple[int, int]
+RankPair = tuple[int, int]
 """Two ranks of a plan: source and destination of a channel, otherwise the lower rank first."""
-MESSAGES = 64
+MAX_MESSAGES = 64
 """Maximum number of recorded messages per channel in a step."""
-BLOCKED_MS = 0.05
+MIN_BLOCKED_MS = 0.05
 """Minimum duration of a WAIT that has waited for its message."""
 
 
-def message_stamps(records: Iterable[ActionRecord], channels: Sequence[Pair]) -> Float64s:
-    """Return the times of messages as an array (channels, `MESSAGES`, 4), for a sum over ranks.
+def message_timestamps(records: Iterable[ActionRecord], channels: Sequence[RankPair]) -> Float64s:
+    """Return the times of messages as an array (channels, `MAX_MESSAGES`, 4), for a sum over ranks.
 
     The columns are the start of a send, 1, the arrival of a message after a wait, and 1. Values
     that are unknown on this rank are 0.
@@ -49,39 +49,39 @@ def message_stamps(records: Iterable[ActionRecord], channels: Sequence[Pair]) ->
         records: Records of one rank, relative to the start of its step.
         channels: Channels of the plan, equal on all ranks.
     """
-    stamps = np.zeros((len(channels), MESSAGES, 4))
+    stamps = np.zeros((len(channels), MAX_MESSAGES, 4))
     index = {channel: number for number, channel in enumerate(channels)}
-    sent: Counter[Pair] = Counter()
-    posted: Counter[Pair] = Counter()
+    sent: Counter[RankPair] = Counter()
+    posted: Counter[RankPair] = Counter()
     awaited: dict[Action, tuple[int, int]] = {}
     for record in records:
         action = record.action
         if action.type in SEND:
             channel = record.rank, action.peer
-            if sent[channel] < MESSAGES and channel in index:
+            if sent[channel] < MAX_MESSAGES and channel in index:
                 stamps[index[channel], sent[channel], :2] = record.start_ms, 1.0
             sent[channel] += 1
         elif action.type in RECV:
             channel = action.peer, record.rank
-            if posted[channel] < MESSAGES and channel in index:
+            if posted[channel] < MAX_MESSAGES and channel in index:
                 wait = WAIT[RECV.index(action.type)]
                 awaited[action._replace(type=wait)] = index[channel], posted[channel]
             posted[channel] += 1
-        elif action in awaited and record.end_ms - record.start_ms > BLOCKED_MS:
+        elif action in awaited and record.end_ms - record.start_ms > MIN_BLOCKED_MS:
             stamps[*awaited[action], 2:] = record.end_ms, 1.0
     return stamps
 
 
-def between_ranks_ms(stamps: Float64s, channels: Sequence[Pair]) -> dict[Pair, float]:
+def rank_pair_times_ms(stamps: Float64s, channels: Sequence[RankPair]) -> dict[RankPair, float]:
     """Return the transfer time between pairs of ranks.
 
     Pairs with an unknown direction are omitted.
 
     Args:
-        stamps: Sum of `message_stamps` over all ranks.
+        stamps: Sum of `message_timestamps` over all ranks.
         channels: Channels of the plan.
     """
-    delays: dict[Pair, float] = {}
+    delays: dict[RankPair, float] = {}
     for channel, (sent_M, is_sent_M, arrived_M, is_awaited_M) in zip(
         channels, stamps.transpose(0, 2, 1), strict=True
     ):
@@ -103,9 +103,9 @@ class TransferTimes:
         ms: Time by pair of ranks. Pairs without a measurement are missing.
     """
 
-    ms: dict[Pair, float] = field(default_factory=dict)
+    ms: dict[RankPair, float] = field(default_factory=dict)
 
-    def learn(self, measured_ms: Mapping[Pair, float]) -> None:
+    def update(self, measured_ms: Mapping[RankPair, float]) -> None:
         """Update the times with a step."""
         for pair, new in measured_ms.items():
             old = self.ms.get(pair, new)

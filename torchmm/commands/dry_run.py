@@ -58,7 +58,7 @@ def print_dry_run(options: argparse.Namespace, overrides: Sequence[str], program
     recipe = load_checked_recipe(options.config, argv, world_size)
     log_to_console(make_console(stderr=True), only_progress=True)
     with report_imports():
-        from torchmm.balance.forecasts.dry_run import describe_run
+        from torchmm.balance.recipe_simulation.dry_run import describe_run
 
     plot_file = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
     config = ["--config", options.config] if program == "train.py" else [options.config]

@@ -24,7 +24,7 @@ from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torchmm.balance.search.result import Candidate, SearchResult
+    from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan
 
 PLACEMENTS = {
     "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
@@ -86,8 +86,8 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     result, cluster = _search(
         recipe, options.gpus, options.device, options.placement, options.budget_s
     )
-    from torchmm.balance.forecasts.first_microbatches import describe_samples
-    from torchmm.balance.search.report import certificate, result_tables
+    from torchmm.balance.recipe_simulation.first_microbatches import describe_samples
+    from torchmm.balance.search.report import describe_optimality, result_tables
     from torchmm.balance.search.result import find_best
 
     best = find_best(result, cluster.devices)
@@ -96,7 +96,7 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     title = f"{cluster.devices} x {cluster.device}, global batch {batch}"
     for table in result_tables(result, title):
         console.print(table)
-    console.print(certificate(result), soft_wrap=True)
+    console.print(describe_optimality(result), soft_wrap=True)
     print(f"samples: {describe_samples(cluster.recipe)}")
     if options.out is not None:
         _write_plan_recipe(options, best, cluster.device, program)
@@ -110,7 +110,7 @@ def plan(
     *,
     placement: Sequence[str] = ("auto",),
     budget_s: float | None = None,
-) -> Candidate:
+) -> SimulatedPlan:
     """Return the fastest plan of a recipe on a cluster.
 
     `step_ms`, `sizes` and `devices` of the result describe the plan, and `recipe` trains it.
@@ -152,7 +152,7 @@ def _search(
     device: str | None,
     placement: Sequence[str],
     budget_s: float | None,
-) -> tuple[SearchResult, Cluster]:
+) -> tuple[PlanSearchResult, Cluster]:
     from torchmm.balance.simulation.section import SimulationConfig
 
     devices = SimulationConfig.from_parent(recipe).gpus if gpus is None else gpus
@@ -163,7 +163,7 @@ def _search(
         raise ConfigError(f"--budget-s = {budget_s} is negative; use 0 or more")
     with report_imports():
         from torchmm.balance.costs.profiles import load_profile
-        from torchmm.balance.search.search import search_plans
+        from torchmm.balance.search.plan_search import search_plans
 
     device = device or SimulationConfig.from_parent(recipe).device
     try:
@@ -192,7 +192,7 @@ def default_budget_s(devices: int) -> float:
 
 
 def _write_plan_recipe(
-    options: argparse.Namespace, best: Candidate, device: str, program: str
+    options: argparse.Namespace, best: SimulatedPlan, device: str, program: str
 ) -> None:
     """Write the recipe of the best plan."""
     from torchmm.balance.search.report import recipe_text

@@ -40,6 +40,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         overrides += ["--data.sources", "[]"]
     log_to_console(make_console(stderr=True), only_progress=True)
     with report_imports():
-        from torchmm.balance.forecasts.command import simulate_recipe
+        from torchmm.balance.recipe_simulation.command import simulate_recipe
 
     return simulate_recipe(options, overrides)

@@ -311,7 +311,7 @@ class Times(NamedTuple):
     """Time of sequential operators, by task."""
 
     device_ms: Array
-    tensor_ms: Array
+    tp_comm_ms: Array
     """Part of `device_ms` that is communication without overlap."""
     host_ms: Array
     """Host time to queue the operators, on asynchronous devices."""

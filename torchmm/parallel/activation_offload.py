@@ -9,7 +9,7 @@ On CUDA, copies use two separate streams, one per direction, so they overlap wit
 
 The first input of a backward pass is prefetched during the preceding action. `StepState` gets this
 action from the plan. The device has at most one prefetched input, which memory estimates include
-(`torchmm.balance.pipeweaver.recomputation.costs`). The host does not block.
+(`torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs`). The host does not block.
 
 Invariant: memory use depends only on the order of actions. The caching allocator assigns device
 memory of both directions to the compute stream. An offloaded input is released after this stream

@@ -1,7 +1,7 @@
 """Ways of training on uneven batches: plain FSDP2, balanced data, and pipelines.
 
 Sizes, stages and segments of every arm are the fastest that fit for the first batch, and then used
-for all batches, as in a run. `Forecaster` times all steps.
+for all batches, as in a run. `StepSimulator` times all steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ import numpy as np
 
 from support.cases.plain_methods import NODE, SIZES, describe, recomputing, with_values
 from support.papers.paper_cells import in_one_chain
-from torchmm.balance.disttrain.arrangement import arrangement, image_balance, join_packs, reordered
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.image_shares import balanced_shares
-from torchmm.balance.pipeweaver.segments import chosen_segments
-from torchmm.balance.run_costs import run_costs
+from torchmm.balance.disttrain.arrangement import (
+    apply_reorder,
+    build_image_balancer,
+    build_step_reorder,
+    join_packs,
+)
+from torchmm.balance.image_balancing import balance_step_images
+from torchmm.balance.pipeweaver.segment_search import choose_segments
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.run_costs import build_cost_model
 from torchmm.balance.search.result import fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
@@ -75,7 +80,7 @@ class BatchSample(StepSample):
         ]
 
 
-class LaterStep(Forecaster):
+class LaterStep(StepSimulator):
     """A step with the stages of an earlier one.
 
     Args:
@@ -83,7 +88,7 @@ class LaterStep(Forecaster):
         sample: Batch of this step.
     """
 
-    def __init__(self, first: Forecaster, sample: StepSample) -> None:
+    def __init__(self, first: StepSimulator, sample: StepSample) -> None:
         self._first = first
         super().__init__(first.recipe, first.run.world_size, first.profile, sample=sample)
 
@@ -148,11 +153,11 @@ class Setup:
             begin_s = time.process_time()
             try:
                 if first is None:
-                    first = Forecaster(recipe, self.gpus, self.profile, sample=self.batches[0])
-                    forecaster: Forecaster = first
+                    first = StepSimulator(recipe, self.gpus, self.profile, sample=self.batches[0])
+                    forecaster: StepSimulator = first
                 if index:
                     forecaster = LaterStep(first, self.batches[index])
-                forecast = forecaster.forecast_parallel(recipe.parallel)
+                forecast = forecaster.simulate_parallel(recipe.parallel)
             except ConfigError:
                 yield Step(inf, False, 0.0)
                 continue
@@ -227,9 +232,9 @@ def searched_recipe(setup: Setup, separated: Recipe) -> Recipe:
     run = resolve_recipe(recipe, setup.gpus)
     sample = setup.batches[0]
     parallel = recipe.parallel.model_copy(update={"pipeline": run.llm.pipeline})
-    costs = run_costs(run, sample.modules, setup.profile)
+    costs = build_cost_model(run, sample.modules, setup.profile)
     shares = sample.shares(recipe, run.data_parallel_size)
-    parallel = chosen_segments(recipe, parallel, sample.modules, shares, costs)
+    parallel = choose_segments(recipe, parallel, sample.modules, shares, costs)
     return recipe.model_copy(update={"parallel": parallel})
 
 
@@ -247,21 +252,21 @@ def arm_sizes(recipe: Recipe) -> str:
 def arrange_ms(setup: Setup, recipe: Recipe) -> float:
     """Return the CPU time of reordering and of balancing images for a step in ms."""
     run = resolve_recipe(recipe, setup.gpus)
-    first = Forecaster(recipe, setup.gpus, setup.profile, sample=setup.batches[0])
-    modules, costs = first.modules, run_costs(run, first.modules, setup.profile)
-    mode, balance = recipe.data.reorder, image_balance(recipe, first.modules)
+    first = StepSimulator(recipe, setup.gpus, setup.profile, sample=setup.batches[0])
+    modules, costs = first.modules, build_cost_model(run, first.modules, setup.profile)
+    mode, balance = recipe.data.reorder, build_image_balancer(recipe, first.modules)
     reorder = None
     if mode != "none":
-        reorder = arrangement(run, modules, costs, first.layout(recipe.parallel))
+        reorder = build_step_reorder(run, modules, costs, first.layout(recipe.parallel))
     times = []
     for sample in setup.batches[: 1 + TIMED]:
         begin_s = time.process_time()
         if reorder is not None:
-            shares = reordered(reorder, sample.packs)
+            shares = apply_reorder(reorder, sample.packs)
         else:
             shares = sample.shares(recipe, run.data_parallel_size)
         if balance is not None:
-            balanced_shares(balance, shares)
+            balance_step_images(balance, shares)
         times.append(1e3 * (time.process_time() - begin_s))
     return median(times[1:] or times)
 

@@ -25,7 +25,7 @@ from support.papers.paper_cells import in_one_chain
 from support.ranks import Comparison, Program, Stopwatch, run_ranks
 from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, SleepWork
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.run_costs import run_costs
+from torchmm.balance.run_costs import build_cost_model
 from torchmm.costs.sizes import pack_sizes
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -69,7 +69,7 @@ def draw_works(case: Case, setting: Setting) -> dict[bool, SleepWork]:
     recipe = case.recipe()
     modules = [module.describe() for module in recipe_model(recipe).modality_modules()]
     one = in_one_chain(recipe, schedule="1f1b", pipeline=1, tensor=1, shard=1, virtual_stages=1)
-    model = run_costs(resolve_recipe(one, 1), modules, load_profile(PROFILE))
+    model = build_cost_model(resolve_recipe(one, 1), modules, load_profile(PROFILE))
     batches_by_packing = {
         even: draw_batches(case, recipe, setting.batches, even) for even in (False, True)
     }

@@ -20,7 +20,7 @@ import numpy as np
 from documents import load_documents, truncate
 
 from support.workloads import Workload
-from torchmm.balance.forecasts.first_microbatches import balanced_sequences
+from torchmm.balance.recipe_simulation.first_microbatches import pack_balanced_sequences
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.data.steps.packing import pack_all
@@ -140,10 +140,10 @@ def draw_batches(case: Case, recipe: Recipe, count: int, is_even: bool = False) 
         tokens = (sequences + SPARE) * length
         samples = list(draw_samples(case.mixture, recipe, tokens))
     if is_even:
-        next(balanced_sequences(iter(samples), length))  # compile
+        next(pack_balanced_sequences(iter(samples), length))  # compile
     begin_s = time.process_time()
     if is_even:
-        packs = list(islice(balanced_sequences(iter(samples), length), sequences))
+        packs = list(islice(pack_balanced_sequences(iter(samples), length), sequences))
     elif case.mixture is None:
         packs = [list(meta.samples) for meta in metas[:sequences]]
     else:

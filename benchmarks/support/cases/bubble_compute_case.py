@@ -28,8 +28,8 @@ from support.cases.pipeline_model_case import (
 )
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Stopwatch
+from torchmm.balance.online_calibration import ActionKind, scale_durations
 from torchmm.balance.pipeweaver.planners import plan_pipeline_step
-from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.schedules import OPTIMUS_SCHEDULE
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
@@ -107,7 +107,7 @@ class Beside(ProgramChoice):
         self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
         """Return the planned schedule of a step."""
-        return OPTIMUS_SCHEDULE.plan(self.config(), graph, scaled(flops, graph, rates))
+        return OPTIMUS_SCHEDULE.plan(self.config(), graph, scale_durations(flops, graph, rates))
 
     def __str__(self) -> str:
         return (

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from support.cases.cost_cases import CostCase
 from support.ranks import StepTime, Stopwatch
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
+from torchmm.balance.costs.step_costs import compute_plan_costs, slowest_update_ms
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import set_malloc_retention
@@ -162,7 +162,7 @@ def predict(replicas: list[Replica], profile: Profile) -> Prediction:
         model = CostModel(profile, "float32", executions)
         graph = replica.plan.graph
         costs.append(
-            plan_costs(
+            compute_plan_costs(
                 graph, replica.modules, replica.metas, model,
                 targets=replica.targets, layerwise=replica.layerwise,
             )

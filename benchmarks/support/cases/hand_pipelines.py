@@ -10,7 +10,7 @@ from itertools import product
 from support.cases.plain_methods import SIZES, Option, recomputing, simulate_plain, with_values
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.profiles import Profile
-from torchmm.balance.forecasts.forecast import StepSample
+from torchmm.balance.recipe_simulation.step_simulator import StepSample
 from torchmm.recipe.recipe import Recipe
 
 PIPELINES = (2, 4, 8, 16)

@@ -21,16 +21,22 @@ from support.models.kernel_steps import optimus_kernels
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.pipeweaver.recomputation.tuning import tune_layers
-from torchmm.balance.run_costs import layer_tuning
-from torchmm.balance.search.result import Candidate
-from torchmm.balance.search.search import search_plans
-from torchmm.balance.search.space import METHODS
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import tune_layers
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.recipe_simulation.step_simulator import (
+    SimulatedStepReport,
+    StepSample,
+    StepSimulator,
+)
+from torchmm.balance.run_costs import build_layer_tuning
+from torchmm.balance.search.plan_search import search_plans
+from torchmm.balance.search.plan_space import METHODS
+from torchmm.balance.search.result import SimulatedPlan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.processes import gc_disabled
 from torchmm.pipelining.plan.graph import StageGraph
@@ -64,20 +70,20 @@ class Result(NamedTuple):
     """
 
     method: str
-    forecast: Forecast
+    report: SimulatedStepReport
     note: str = ""
     hidden: float = 0.0
 
     @property
     def step(self) -> SimulatedStep:
         """The simulated step."""
-        assert self.forecast.step is not None
-        return self.forecast.step
+        assert self.report.step is not None
+        return self.report.step
 
     @property
     def step_s(self) -> float:
         """Time of the step and the optimizer update in seconds."""
-        return self.forecast.iteration_ms / 1e3
+        return self.report.iteration_ms / 1e3
 
     @property
     def fits(self) -> bool:
@@ -127,13 +133,13 @@ class Comparison:
             self.printed = in_one_chain(self.recipe)
         self.chosen = self._choose(budget_s)
 
-    def _choose(self, budget_s: float) -> dict[str, Candidate]:
+    def _choose(self, budget_s: float) -> dict[str, SimulatedPlan]:
         """Return the fastest plan of each method, each found in the same time.
 
         Plans may reorder sequences over ranks. Plans without a pipeline may also balance images.
         """
         reordered = with_values(self.recipe, "data", reorder="both")
-        candidates: dict[str, Candidate | str] = {}
+        candidates: dict[str, SimulatedPlan | str] = {}
         for method in METHODS:
             result = search_plans(
                 reordered if method == "disaggregated" else self.recipe,
@@ -144,22 +150,22 @@ class Comparison:
                 sample=self.sample,
             )
             candidates |= result.best_by_method
-        return {name: each for name, each in candidates.items() if isinstance(each, Candidate)}
+        return {name: each for name, each in candidates.items() if isinstance(each, SimulatedPlan)}
 
     def results(self) -> Iterator[Result]:
         """Yield the result of each method that can run the model."""
         plain = best_plain(self.recipe, self.gpus, self.profile, self.sample)
         for method, option in plain.items():
             if option is not None:
-                yield Result(method, option.forecast, describe(option.recipe))
+                yield Result(method, option.report, describe(option.recipe))
         chains = [self.printed] if self.printed.parallel.pipeline > 1 else []
         if "chain" in self.chosen:
             chains.append(self.chosen["chain"].recipe)
         forecasts = (
             [self._planned(PLANNED, "fsdp")],
-            [self.forecast(MEGATRON, chain, "megatron", stages=1) for chain in chains],
+            [self.simulate_schedule(MEGATRON, chain, "megatron", stages=1) for chain in chains],
             [
-                *(self.forecast(CHAIN, chain, "megatron_balanced") for chain in chains),
+                *(self.simulate_schedule(CHAIN, chain, "megatron_balanced") for chain in chains),
                 self._planned(CHAIN, "chain"),
             ],
             [self._static(chains)],
@@ -190,8 +196,8 @@ class Comparison:
         if check_recipe(recipe, self.gpus):
             return None
         try:
-            forecaster = Forecaster(recipe, self.gpus, self.profile, sample=self.sample)
-            forecast = forecaster.forecast_parallel(recipe.parallel)
+            forecaster = StepSimulator(recipe, self.gpus, self.profile, sample=self.sample)
+            forecast = forecaster.simulate_parallel(recipe.parallel)
         except ConfigError:
             return None
         return None if forecast.step is None else Result(method, forecast, sizes(recipe))
@@ -203,7 +209,7 @@ class Comparison:
         candidate = self.chosen[name]
         schedule = candidate.recipe.parallel.schedule
         return Result(
-            method, candidate.forecast, f"{candidate.sizes}, {schedule}; sizes of the planner"
+            method, candidate.report, f"{candidate.sizes}, {schedule}; sizes of the planner"
         )
 
     def _static(self, chains: Sequence[Recipe]) -> Result | None:
@@ -215,22 +221,22 @@ class Comparison:
         """
         seed = self.recipe.simulation.seed + 1
         sample = StepSample(with_values(self.recipe, "simulation", seed=seed), self.sample.model)
-        tried: list[tuple[bool, float, Recipe, Forecaster]] = []
+        tried: list[tuple[bool, float, Recipe, StepSimulator]] = []
         for chain in chains:
             for mode in STATIC_MODES:
                 changed = static_recomputation(chain, mode, self.sample)
                 changed = with_values(changed, "parallel", schedule="megatron_balanced")
                 representative = with_values(changed, "simulation", seed=seed)
-                forecaster = Forecaster(representative, self.gpus, self.profile, sample=sample)
-                result = forecaster.forecast_parallel(changed.parallel)
+                forecaster = StepSimulator(representative, self.gpus, self.profile, sample=sample)
+                result = forecaster.simulate_parallel(changed.parallel)
                 if result.step is not None:
                     tried.append((not fits(result.step), result.iteration_ms, changed, forecaster))
         if not tried:
             return None
         *_, recipe, planned = min(tried, key=lambda each: each[:2])
-        forecaster = Forecaster(recipe, self.gpus, self.profile, sample=self.sample)
+        forecaster = StepSimulator(recipe, self.gpus, self.profile, sample=self.sample)
         forecaster.layout = planned.layout  # type: ignore[method-assign]  # of the other batch
-        forecast = forecaster.forecast_parallel(recipe.parallel)
+        forecast = forecaster.simulate_parallel(recipe.parallel)
         if forecast.step is None:
             return None
         return Result(STATIC, forecast, sizes(recipe))
@@ -239,7 +245,7 @@ class Comparison:
         """Yield the recipe as it is, if it describes modules in separate segments."""
         parallel = self.recipe.parallel
         if parallel.placement == "interleaved" and parallel.has_module_segments:
-            yield self.forecast(SEARCHED, self.printed, "searched")
+            yield self.simulate_schedule(SEARCHED, self.printed, "searched")
 
     def _printed_colocated(self) -> Iterator[Result | None]:
         """Yield the recipe as it is, if it describes encoders in bubbles with their sizes."""
@@ -260,12 +266,12 @@ class Comparison:
             if check_recipe(recomputed, self.gpus):
                 continue
             try:
-                forecaster = Forecaster(recomputed, self.gpus, self.profile, sample=self.sample)
+                forecaster = StepSimulator(recomputed, self.gpus, self.profile, sample=self.sample)
                 step = Colocated.of(forecaster, recomputed).kernels(recomputed, "interleaved_1f1b")
             except (ConfigError, PlanError):
                 continue
             if step is not None:
-                forecast = forecaster.rate("optimus", step[0])
+                forecast = forecaster.make_report("optimus", step[0])
                 yield Result(KERNELS, forecast, sizes(recomputed), step[1])
 
 
@@ -299,7 +305,7 @@ def colocated(recipe: Recipe, **changes: object) -> Recipe:
 class Colocated(NamedTuple):
     """Step of encoders on the ranks of the LLM."""
 
-    forecaster: Forecaster
+    forecaster: StepSimulator
     parallel: ParallelConfig
     graph: StageGraph
     model: CostModel
@@ -307,7 +313,7 @@ class Colocated(NamedTuple):
     sharding: UnshardMode
 
     @classmethod
-    def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:
+    def of(cls, forecaster: StepSimulator, recipe: Recipe) -> Colocated:
         """Return the first step of the recipe."""
         colocated_recipe = colocated(recipe, pipeline=forecaster.run.llm.pipeline)
         parallel = colocated_recipe.parallel
@@ -317,7 +323,7 @@ class Colocated(NamedTuple):
         sharded = any(execution.shard > 1 for execution in executions.values())
         graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
         model = CostModel(forecaster.profile, recipe.training.dtype, executions)
-        costs = plan_costs(graph, modules, metas, model)
+        costs = compute_plan_costs(graph, modules, metas, model)
         return cls(forecaster, parallel, graph, model, costs, "step" if sharded else "none")
 
     def kernels(self, recipe: Recipe, llm_schedule: str) -> tuple[SimulatedStep, float] | None:
@@ -327,7 +333,7 @@ class Colocated(NamedTuple):
         with the new times, and the better of both is returned.
         """
         modules, metas = self.forecaster.modules, self.forecaster.workload.microbatches
-        tuning = layer_tuning(recipe, self.model, layerwise=False)
+        tuning = build_layer_tuning(recipe, self.model, layerwise=False)
         steps: list[tuple[SimulatedStep, float]] = []
         costs = self.costs
         for _ in range(ROUNDS):
@@ -336,7 +342,7 @@ class Colocated(NamedTuple):
                 evaluations=EVALUATIONS,
             )  # fmt: skip
             inside = sum(
-                max(0.0, ms - costs.tensor_ms.get(action, 0.0))
+                max(0.0, ms - costs.tp_comm_ms.get(action, 0.0))
                 for action, ms in planned.hidden_ms.items()
             )
             plan = lower_plan(planned.order, planned.graph, {}, sharding=self.sharding)
@@ -345,7 +351,7 @@ class Colocated(NamedTuple):
                     plan = tune_layers(plan, modules, metas, tuning).plan
                 except PlanError:  # too large even if all layers recompute
                     break
-                costs = costs_of_plan(plan, modules, metas, self.model)
+                costs = compute_plan_costs_with_recompute(plan, modules, metas, self.model)
             step = simulate(plan, planned.costs(costs))
             steps.append((step, inside / len(step.peak_bytes) / step.makespan_ms))
             if not plan.recompute:  # the next round would be equal

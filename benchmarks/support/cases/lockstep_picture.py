@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.run_costs import run_costs, simulated_profile
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.run_costs import build_cost_model, load_simulated_profile
 from torchmm.common.files import replace_atomically
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.sizes import pack_sizes
@@ -58,18 +58,18 @@ def panels() -> list[Panel]:
         changes = CHANGES | {"data.reorder": reorder, "data.balance": balance}
         overrides = [f"--{key}={value}" for key, value in changes.items()]
         recipe = load_recipe(RECIPE, overrides, GPUS).recipe
-        profile = simulated_profile(recipe)
-        forecaster = Forecaster(recipe, GPUS, profile, sample=sample)
+        profile = load_simulated_profile(recipe)
+        forecaster = StepSimulator(recipe, GPUS, profile, sample=sample)
         sample = forecaster.sample
-        model = run_costs(forecaster.run, forecaster.modules, profile)
+        model = build_cost_model(forecaster.run, forecaster.modules, profile)
         metas = [meta for share in forecaster.shares for meta in share]
         arrives = [gradients_arrive(forecaster.modules, meta) for meta in metas]
         ms_KN = np.zeros((len(forecaster.modules), len(metas)))
         for module, ms_N in zip(forecaster.modules, ms_KN, strict=True):
             at, sizes = pack_sizes(module, metas)
             if sizes is not None:
-                arrives_N = np.array([arrives[i][module.name] for i in at], bool)
-                costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
+                needs_input_grad_N = np.array([arrives[i][module.name] for i in at], bool)
+                costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
                 ms_N[at] = costs.forward.total_ms + costs.backward.total_ms
         kinds = [module.kind for module in forecaster.modules]
         result.append(Panel(title, kinds, ms_KN.reshape(len(kinds), GPUS, -1)))

@@ -21,7 +21,7 @@ from support.harness import Row
 from support.models.pipeline_model import Size, load_steps, stages_of_rank
 from support.models.stock_pipeline import Split, StockProgram
 from support.ranks import Comparison, Program, Stopwatch
-from torchmm.balance.rates import ActionKind
+from torchmm.balance.online_calibration import ActionKind
 from torchmm.common.batch import Microbatch
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import module_layers, task_durations

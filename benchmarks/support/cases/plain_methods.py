@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.profiles import Profile
-from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.recipe_simulation.step_simulator import (
+    SimulatedStepReport,
+    StepSample,
+    StepSimulator,
+)
 from torchmm.balance.search.result import fits
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
@@ -38,13 +42,13 @@ class Option(NamedTuple):
     """A recipe without a pipeline and its forecast."""
 
     recipe: Recipe
-    forecast: Forecast
+    report: SimulatedStepReport
 
     @property
     def step_ms(self) -> float:
         """Time of a step; infinite if it does not fit into memory."""
-        step = self.forecast.step
-        return self.forecast.iteration_ms if step is not None and fits(step) else float("inf")
+        step = self.report.step
+        return self.report.iteration_ms if step is not None and fits(step) else float("inf")
 
 
 def with_values(recipe: Recipe, section: str, **values: Any) -> Recipe:
@@ -108,7 +112,7 @@ def simulate_plain(
     if check_recipe(recipe, gpus):
         return None
     try:
-        forecast = Forecaster(recipe, gpus, profile, sample=sample).forecast_parallel(
+        forecast = StepSimulator(recipe, gpus, profile, sample=sample).simulate_parallel(
             recipe.parallel
         )
     except ConfigError:

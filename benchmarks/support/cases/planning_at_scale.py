@@ -24,13 +24,13 @@ from typing import NamedTuple
 from support.harness import Row
 from support.papers.baselines import sized_recipe
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.arrangement import arrangement
+from torchmm.balance.disttrain.arrangement import build_step_reorder
 from torchmm.balance.disttrain.orchestration.search import UnitSizes
-from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.pipeweaver.background.planning_worker import plan_synchronously
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
-from torchmm.balance.pipeweaver.background.work import plan_before_step
-from torchmm.balance.run_costs import layer_tuning, run_costs
-from torchmm.balance.step_plans import plan_costed_step
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
+from torchmm.balance.run_costs import build_cost_model, build_layer_tuning
+from torchmm.balance.step_plans import plan_step_with_costs
 from torchmm.common.batch import MicrobatchMeta, SequenceAssignment
 from torchmm.common.dtypes import DTYPES
 from torchmm.data.items import Item, microbatch_meta
@@ -56,7 +56,7 @@ class _Job(NamedTuple):
     """Number per replica group."""
     packs: list[list[Item]]
     """Number in the global batch."""
-    forecaster: Forecaster
+    forecaster: StepSimulator
     step_ms: float
     """Simulated."""
 
@@ -67,10 +67,10 @@ def job() -> _Job:
     base = load_recipe(RECIPE, []).recipe
     recipe = sized_recipe(base, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
     devices = sum(s.devices for s in SIZES.values())
-    forecaster = Forecaster(recipe, devices, load_profile("a800_disttrain"))
+    forecaster = StepSimulator(recipe, devices, load_profile("a800_disttrain"))
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     metas = tuple(forecaster.workload.microbatches)
-    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
     sizes = {name: message_sizes(module) for name, module in forecaster.sample.layered.items()}
     setup = PlanningSetup(
         forecaster.layout(parallel),
@@ -80,11 +80,11 @@ def job() -> _Job:
         None,
         sizes,
         DTYPES[recipe.training.dtype],
-        layer_tuning(recipe, model, layerwise=False),
+        build_layer_tuning(recipe, model, layerwise=False),
         reduces_early=True,
     )
     packs = [[Item(0, 0, sample) for sample in pack.samples] for pack in forecaster.sample.packs]
-    return _Job(setup, metas, packs, forecaster, forecaster.forecast().iteration_ms)
+    return _Job(setup, metas, packs, forecaster, forecaster.simulate_schedule().iteration_ms)
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
@@ -101,7 +101,7 @@ def rows(repetitions: int) -> list[Row]:
     """Return the rows of the results."""
     setup, metas, packs, forecaster, step_ms = job()
     request = PlanRequest(1, metas)
-    planned = plan_before_step(setup, request)
+    planned = plan_synchronously(setup, request)
     graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
     plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     counts = [len(row) for row in plan.actions]
@@ -110,16 +110,16 @@ def rows(repetitions: int) -> list[Row]:
         f"{sum(counts)} actions"
     )
     busiest = counts.index(max(counts))
-    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
     recipe = forecaster.recipe
-    reorder = arrangement(forecaster.run, forecaster.modules, model, setup.layout)
+    reorder = build_step_reorder(forecaster.run, forecaster.modules, model, setup.layout)
     length = recipe.training.sequence_length
 
     def arrange() -> SequenceAssignment:
         return reorder([microbatch_meta([pack], length) for pack in packs])
 
     def plan_all() -> object:
-        return plan_costed_step(
+        return plan_step_with_costs(
             setup.layout, setup.config, setup.modules, metas,
             specs=lambda graph: message_specs(graph, setup.sizes, metas, setup.dtype),
             sharding="step", reduces_early=True, tuning=setup.tuning,
@@ -139,7 +139,7 @@ def rows(repetitions: int) -> list[Row]:
     arrange_ms, in_place_ms = (least_ms(each, repetitions) for each in (arrange, plan_all))
     read_ms = least_ms(read, repetitions)
     share_ms = least_ms(lambda: ForkingPickler.loads(share), repetitions)
-    process_ms = least_ms(lambda: plan_before_step(setup, request), repetitions)
+    process_ms = least_ms(lambda: plan_synchronously(setup, request), repetitions)
     before_ms, after_ms = arrange_ms + in_place_ms, share_ms + read_ms + take_ms
     return [
         Row(case, "reordering the global batch, per rank", "ms", share_ms, arrange_ms,

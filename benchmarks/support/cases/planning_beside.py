@@ -34,7 +34,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.pipeweaver.background.leader import start_planning
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup
-from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
+from torchmm.balance.pipeweaver.measuring_planner import MeasuringPlanner
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import set_malloc_retention

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from support.harness import Row
-from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.arrangement import arrangement
-from torchmm.balance.disttrain.reordering.groups import balance_groups
-from torchmm.balance.disttrain.reordering.slices import slice_items
-from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.balance.run_costs import run_costs
+from torchmm.balance.disttrain.arrangement import build_step_reorder
+from torchmm.balance.disttrain.reordering.group_balancing import balance_groups
+from torchmm.balance.disttrain.reordering.lockstep_slices import slice_microbatches
+from torchmm.balance.numba_utils import Float64s
+from torchmm.balance.recipe_simulation.step_simulator import StepSample
+from torchmm.balance.run_costs import build_cost_model
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.read import load_recipe
@@ -78,17 +78,22 @@ def _step_ms(case: Case, seed: int) -> tuple[float, float, float, float]:
     sample = StepSample(recipe)
     packs, modules = sample.packs, sample.modules
     run = resolve_recipe(recipe, case.gpus)
-    model = run_costs(run, modules, load_profile(recipe.simulation.device))
+    model = build_cost_model(run, modules, load_profile(recipe.simulation.device))
     layout = plan_layout(recipe.parallel, modules, packs)
-    reorder = arrangement(run, modules, model, layout)
+    reorder = build_step_reorder(run, modules, model, layout)
     times = reorder.stage_times(packs)
     size = recipe.training.microbatch_size
     natural = np.arange(len(packs)).reshape(run.data_parallel_size, -1, size)
     sums = balance_groups(times.totals_N, run.data_parallel_size).reshape(natural.shape)
     arranged = np.array(reorder(packs).places)
     steps_ns = [_slowest_ns(times, places_GMB) for places_GMB in (natural, sums, arranged)]
-    natural_ms, sums_ms, arranged_ms = (ns / 1e6 for ns in steps_ns)
-    return natural_ms, sums_ms, arranged_ms, times.totals_N.sum() / run.data_parallel_size / 1e6
+    default_order_ms, sums_ms, arranged_ms = (ns / 1e6 for ns in steps_ns)
+    return (
+        default_order_ms,
+        sums_ms,
+        arranged_ms,
+        times.totals_N.sum() / run.data_parallel_size / 1e6,
+    )
 
 
 def _slowest_ns(times: tuple[Float64s, Float64s], places_GMB: np.ndarray) -> float:
@@ -101,11 +106,11 @@ def time_rows(repetitions: int) -> list[Row]:
     rng = np.random.default_rng(0)
     images = np.where(rng.random(8192) < 0.3, 0, rng.integers(1, 49, 8192))
     costs_KN = np.stack([1e6 * images, rng.integers(18e6, 22e6, 8192).astype(float)])
-    slice_items(costs_KN, 1, 1024)
+    slice_microbatches(costs_KN, 1, 1024)
     spent_s = []
     for _ in range(repetitions):
         begin_s = time.thread_time()
-        slice_items(costs_KN, 1, 1024)
+        slice_microbatches(costs_KN, 1, 1024)
         spent_s.append(time.thread_time() - begin_s)
     title = "synchronized ranks, 1024 x 8"
     return [Row(title, "time", "ms", 1e3 * min(spent_s), goal=10, better="lower")]

@@ -18,7 +18,7 @@ import random
 from dataclasses import dataclass
 from math import ceil
 
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout

@@ -58,4 +58,4 @@ def layers_ms(
     sizes = llm_sizes([meta], [tokens], padding=True)
     costs = model.stage_costs(llm, 1, len(llm.layers) - 1, sizes, arrives=True)
     passes = (costs.forward, costs.backward)
-    return sum(float(p.total_ms[0]) for p in passes), sum(float(p.tensor_ms[0]) for p in passes)
+    return sum(float(p.total_ms[0]) for p in passes), sum(float(p.tp_comm_ms[0]) for p in passes)

@@ -21,7 +21,7 @@ from support.models.bubble_model import (
     image_parts,
 )
 from support.models.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
-from torchmm.balance.optimus.scheduler import BubbleSchedule
+from torchmm.balance.optimus.bubble_scheduler import BubbleSchedule
 from torchmm.costs.layers import Parameters
 
 DEVICE_BYTES = 80e9
@@ -43,7 +43,9 @@ def plans_that_fit(model: Model) -> list[ColocatedPlan]:
     ]
     llm_bytes = [round(n) for n in _llm_bytes(model)]
     plans = colocated_plans(encoders, model.sizes, llm_bytes, int(DEVICE_BYTES))
-    return [plan for plan in plans if all(encoder.tensor_groups == 1 for encoder in plan.encoders)]
+    return [
+        plan for plan in plans if all(encoder.devices_per_rank == 1 for encoder in plan.encoders)
+    ]
 
 
 def activation_bytes(

@@ -29,9 +29,9 @@ from support.models.encoder_sizes import EncoderPlan, ParallelSizes
 from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
 from torchmm.balance.optimus.encoder_work import EncoderWork
-from torchmm.balance.optimus.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.optimus.llm_timeline import LlmTimeline, build_llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -200,13 +200,13 @@ class Llm:
         }
         merged = {kind: _merged(kernels) for kind, kernels in pieces.items()}
         compute, wires = (value * layers for value in speed.layer_ms(shape, LLM_TOKENS))
-        return llm_timeline(
+        return build_llm_timeline(
             self.graph,
             self.order,
             _stage_costs(model, self.order, lambda stage: compute, lambda stage: wires),
             lambda action: merged[action.type],
             sharding="step",
-            reduction_hides=True,
+            overlaps_reduction=True,
         )
 
 
@@ -261,7 +261,7 @@ def _chain_s(model: Model, virtual: int, stages: Sequence[Sequence[tuple[float, 
     sums = [tuple(map(sum, zip(*stage, strict=True))) for stage in stages]
     costs = _stage_costs(model, order, lambda s: sums[s][0], lambda s: sums[s][1])
     pieces = layer_pieces(graph, costs)
-    timeline = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
+    timeline = build_llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
     return timeline.llm_ps / PICOSECONDS_PER_MS / 1e3
 
 

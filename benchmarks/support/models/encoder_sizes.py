@@ -65,7 +65,7 @@ class EncoderPlan:
         return self.sizes.data // self.llm.data
 
     @property
-    def tensor_groups(self) -> int:
+    def devices_per_rank(self) -> int:
         """Number of encoder TP groups in one LLM TP group."""
         return self.llm.tensor // self.sizes.tensor
 
@@ -78,7 +78,7 @@ class EncoderPlan:
     def devices_MS(self) -> NDArray[np.int32]:
         """Device of each encoder pipeline and stage, (M, S), numbered as in `EncoderWork`."""
         ranks = np.arange(self.llm.pipeline).reshape(-1, 1, self.sizes.pipeline)
-        devices = ranks * self.tensor_groups + np.arange(self.tensor_groups).reshape(1, -1, 1)
+        devices = ranks * self.devices_per_rank + np.arange(self.devices_per_rank).reshape(1, -1, 1)
         return devices.reshape(-1, self.sizes.pipeline).astype(np.int32)
 
 

@@ -26,16 +26,20 @@ from typing import NamedTuple
 import numpy as np
 
 from support.models.layer_pieces import layer_pieces
-from torchmm.balance.compiled import Int64s
+from torchmm.balance.numba_utils import Int64s
+from torchmm.balance.optimus.action_order import (
+    assign_encoder_replicas,
+    build_action_order,
+    merge_kernels,
+)
+from torchmm.balance.optimus.bubble_scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.optimus.encoder_work import EncoderWork, encoder_work, pipeline_stages
-from torchmm.balance.optimus.llm_orders import SEARCHED, sequences
-from torchmm.balance.optimus.llm_timeline import RankActions, llm_timeline
-from torchmm.balance.optimus.order import order_of, place_encoders, whole_actions
-from torchmm.balance.optimus.scheduler import BubbleSchedule, fill_bubbles
+from torchmm.balance.optimus.llm_schedules import SEARCHED, microbatch_sequences
+from torchmm.balance.optimus.llm_timeline import RankActions, build_llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, SearchSettings
+from torchmm.balance.pipeweaver.schedule_search.step_search import StepSearch
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs.layers import layer_linears
 from torchmm.costs.sizes import Array
@@ -62,12 +66,12 @@ class KernelStep(NamedTuple):
 
     def costs(self, costs: PlanCosts) -> PlanCosts:
         """Return the costs of the step without the hidden time."""
-        compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
+        compute, tensor = dict(costs.compute_ms), dict(costs.tp_comm_ms)
         for action, hidden in self.hidden_ms.items():
             if action in compute:
                 compute[action] = max(0.0, compute[action] - hidden)
                 tensor[action] = min(tensor.get(action, 0.0), compute[action])
-        return replace(costs, compute_ms=compute, tensor_ms=tensor)
+        return replace(costs, compute_ms=compute, tp_comm_ms=tensor)
 
 
 def optimus_kernels(
@@ -97,18 +101,18 @@ def optimus_kernels(
     encoders = [module for name in names for module in modules if module.name == name]
     works = [kernel_work(graph, costs, module) for module in encoders]
     best: BubbleSchedule | None = None
-    for sequence in sequences(graph, costs):
+    for sequence in microbatch_sequences(graph, costs):
         schedule = _schedule(llm_schedule, costs, sequence, evaluations)
         order = backbone_order(graph, schedule, sequence)
         pieces = layer_pieces(graph, costs)
-        timeline = llm_timeline(graph, order, costs, pieces, sharding=sharding)
+        timeline = build_llm_timeline(graph, order, costs, pieces, sharding=sharding)
         candidate = fill_bubbles(timeline, works, evaluations=evaluations)
         if best is None or candidate.total_ms < best.total_ms:
             best = candidate
     assert best is not None
-    placed = place_encoders(graph, best)
-    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
-    return KernelStep(placed, order_of(actions, placed), best, hidden_ms(best, placed))
+    placed = assign_encoder_replicas(graph, best)
+    actions = merge_kernels(best, [encoder_work(graph, costs, name) for name in names])
+    return KernelStep(placed, build_action_order(actions, placed), best, hidden_ms(best, placed))
 
 
 def _schedule(
@@ -128,7 +132,7 @@ def _schedule(
             if action.stage >= offset
         }
         step = StepSearch(backbone, PlanCosts(compute))
-        return step.search(Budget(evaluations=evaluations), Settings()).order
+        return step.search(SearchBudget(evaluations=evaluations), SearchSettings()).order
 
     return searched
 
@@ -138,7 +142,7 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
 
     Args:
         graph: Graph of the step.
-        costs: Costs of the graph; `tensor_ms` is the time of collectives.
+        costs: Costs of the graph; `tp_comm_ms` is the time of collectives.
         module: Complete encoder.
 
     Raises:
@@ -147,7 +151,7 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
     work = encoder_work(graph, costs, module.name)
     sent = encoder_work(
         graph,
-        replace(costs, compute_ms={a: costs.tensor_ms.get(a, 0.0) for a in costs.compute_ms}),
+        replace(costs, compute_ms={a: costs.tp_comm_ms.get(a, 0.0) for a in costs.compute_ms}),
         module.name,
     )
     groups = pipeline_stages(graph, module.name)
@@ -190,7 +194,7 @@ def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float
             for position, stages in enumerate(groups):
                 ordered = stages if kind is ActionType.F else stages[::-1]
                 for row, task in enumerate(work.tasks):
-                    llm = schedule.llm[devices_NS[row, position] // work.tensor_groups]
+                    llm = schedule.llm[devices_NS[row, position] // work.devices_per_rank]
                     begin = starts_ps[row, position]
                     end = begin + np.rint(ms_NSK[row, position] * PICOSECONDS_PER_MS)
                     inside = _active_ps(llm, end) - _active_ps(llm, begin)

@@ -24,8 +24,10 @@ from torch import Tensor
 from support.one_gpu.cases import Case
 from support.one_gpu.steps import Mark
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.run_costs import run_costs
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.run_costs import build_cost_model
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -159,8 +161,8 @@ def predict(sizes: StepSizes, profile: Profile) -> Predicted:
     Raises:
         ValueError: the cost model cannot predict it.
     """
-    model = run_costs(sizes.run, sizes.modules, profile)
-    costs = costs_of_plan(
+    model = build_cost_model(sizes.run, sizes.modules, profile)
+    costs = compute_plan_costs_with_recompute(
         sizes.plan, sizes.modules, sizes.metas, model,
         targets=sizes.targets, layerwise=sizes.layerwise,
     )  # fmt: skip

@@ -19,9 +19,11 @@ from support.one_gpu.comparison import MEMORY_ERROR, Bench
 from support.one_gpu.ours import draw_weights, predict
 from torchmm.balance.costs.calibration import fit_profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
-from torchmm.balance.measure.operators import machine, measure
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.run_costs import run_costs
+from torchmm.balance.measurement.operators import describe_device, measure
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.run_costs import build_cost_model
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -55,7 +57,9 @@ def run_layers(bench: Bench) -> None:
             device, DTYPES[bench.dtype], CALIBRATION_S, rounds=ROUNDS, quick=bench.small
         )
         is_known = device.type == "cuda" and known_name(device) is not None
-        profile = fit_profile(found, base, bench.dtype, machine(device), own_peaks=not is_known)
+        profile = fit_profile(
+            found, base, bench.dtype, describe_device(device), use_measured_peaks=not is_known
+        )
         save_profile(recorder.directory / "profile.json", profile)
         flops = profile.device.peak_flops[bench.dtype]
         recorder.add("layers", "calibration", "operators", "peak", flops / 1e12, "TFLOP/s")
@@ -123,7 +127,9 @@ def run_stages(bench: Bench) -> None:
         run, plan, metas = plan_pipeline(bench, parallel, case)
     measured: dict[Action, float] = {}
     modules = [m.describe() for m in recipe_model(run.recipe).modality_modules()]
-    costs = costs_of_plan(plan, modules, metas, run_costs(run, modules, _profile(bench)))
+    costs = compute_plan_costs_with_recompute(
+        plan, modules, metas, build_cost_model(run, modules, _profile(bench))
+    )
     predicted = simulate(plan, costs)
     for rank in range(plan.graph.layout.rank_count):
         with recorder.attempt("stages", VL_FULL.name, f"rank {rank}", 20):

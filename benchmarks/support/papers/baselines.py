@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
-from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan, UnitSizes, plan_with
-from torchmm.balance.search.space import with_recompute
+from torchmm.balance.disttrain.orchestration.search import (
+    OrchestrationPlan,
+    UnitSizes,
+    evaluate_sizes,
+)
+from torchmm.balance.search.plan_space import with_recompute
 from torchmm.common.module_names import LLM
 from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.recipe import Recipe
@@ -42,7 +46,7 @@ def rigid_plan(
             if batch % data:
                 continue
             sizes = [UnitSizes(tensor, data, stages if i == llm else 1) for i in range(count)]
-            plan = plan_with(problem, sizes)
+            plan = evaluate_sizes(problem, sizes)
             if plan.fits and (best is None or plan.step_s < best.step_s):
                 best = plan
     if best is None:

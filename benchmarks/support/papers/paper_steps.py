@@ -28,7 +28,7 @@ from support.papers import paper_figures as paper
 from support.papers.paper_cells import Comparison, Section, in_one_chain, recipe_named
 from support.papers.paper_figures import Figure
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.costs.operators import COMPUTE_KINDS, Curve, Profile
 from torchmm.pipelining.plan.actions import ActionType
@@ -70,7 +70,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
     return replace(profile, efficiency={**profile.efficiency, **curves})
 
 
-class WholeMessages(Forecaster):
+class WholeMessages(StepSimulator):
     """Tensor-parallel ranks each send all of a message."""
 
     @override  # detects a renamed method of the base class
@@ -96,7 +96,7 @@ def simulated(
     factor: float,
     parallel: Mapping[str, Any] | None = None,
     modes: Sequence[str] = ("none",),
-    forecaster: type[Forecaster] = WholeMessages,
+    forecaster: type[StepSimulator] = WholeMessages,
 ) -> PaperStep:
     """Return a step of a recipe on `gpus` GPUs in one chain of layers.
 
@@ -111,7 +111,7 @@ def simulated(
     for mode in modes:
         checkpointing = recipe.activation_checkpoint.model_copy(update={"mode": mode})
         changed = {"parallel": section, "activation_checkpoint": checkpointing}
-        forecast = forecaster(recipe.model_copy(update=changed), gpus, profile).forecast()
+        forecast = forecaster(recipe.model_copy(update=changed), gpus, profile).simulate_schedule()
         if forecast.step is None:
             raise ValueError(f"{name} on {gpus} GPUs: {forecast.problem}")
         if forecast.step.fits:
@@ -160,7 +160,7 @@ def strong_scaling() -> Section:
         cells.append(
             Comparison(row.mfu, ours, f"{how}; by a formula that counts a second forward", goal)
         )
-        sliced = simulated(LARGE, gpus, efficiency(), forecaster=Forecaster)
+        sliced = simulated(LARGE, gpus, efficiency(), forecaster=StepSimulator)
         note = f"as torchmm runs, with messages in slices over tensor-parallel ranks, {sliced.note}"
         cells.append(Comparison(row.seconds, sliced.seconds, note))
     for gpus in paper.STRONG_SCALING_GPUS:
@@ -227,7 +227,7 @@ def layers() -> Section:
         stage = layout.stages[action.stage]
         if stage.start > 0:  # the first has the embedding too
             count = stage.stop - stage.start
-            layer_ms = compute_ms / count, costs.tensor_ms.get(action, 0.0) / count
+            layer_ms = compute_ms / count, costs.tp_comm_ms.get(action, 0.0) / count
             times.setdefault((stage.module, action.type), layer_ms)
     source = "Optimus section 3"
     vit = [times["vision", kind][0] for kind in (ActionType.F, ActionType.B)]

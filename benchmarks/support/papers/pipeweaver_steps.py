@@ -16,17 +16,23 @@ import numpy as np
 from support.papers.paper_figures import PIPEWEAVER_ABLATION
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings, search
-from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
-from torchmm.balance.pipeweaver.segments import leaves_segments_open, with_segments
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.activation_checkpointing.memory_aware_search import (
+    MemoryAwareSearch,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuner, LayerTuning
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.search import (
+    SearchBudget,
+    SearchSettings,
+    search_orders,
+)
+from torchmm.balance.pipeweaver.segment_search import needs_partitioner, search_segments
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.section import SimulatedSequences
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.costs.execution import Recompute
 from torchmm.costs.flops import module_layers
 from torchmm.costs.layers import stage_parameters
@@ -104,19 +110,19 @@ class Setting:
         self.sizes = model
         self.recipe = load_recipe(ROOT / f"recipes/papers/{model.recipe}.toml", overrides).recipe
         self.profile = load_profile(self.recipe.simulation.device)
-        forecaster = Forecaster(self.recipe, model.devices, self.profile)
+        forecaster = StepSimulator(self.recipe, model.devices, self.profile)
         self.modules, self.metas = forecaster.modules, forecaster.workload.microbatches
-        self.mean_share = forecaster.workload.mean_share
+        self.mean_flops_fraction = forecaster.workload.mean_flops_fraction
         self.limited = True
         """True if schedules must fit into memory."""
-        self.typical = self.metas
+        self.unordered_microbatches = self.metas
         """Typical microbatches, which determine the stage layout."""
         device = self.profile.device.type
         self._executions = module_executions(forecaster.run, self.modules, device)
         self.parallel: ParallelConfig = self.recipe.parallel
-        if leaves_segments_open(self.parallel):
+        if needs_partitioner(self.parallel):
             cost_model = CostModel(self.profile, self.recipe.training.dtype, self._executions)
-            self.parallel = with_segments(self.parallel, self.modules, self.metas, cost_model)
+            self.parallel = search_segments(self.parallel, self.modules, self.metas, cost_model)
 
     @property
     def limit_bytes(self) -> int:
@@ -130,13 +136,13 @@ class Setting:
         return CostModel(self.profile, self.recipe.training.dtype, executions)
 
     def costs(self, graph: StageGraph, modes: Sequence[Recompute]) -> PlanCosts:
-        plan_cost = plan_costs(graph, self.modules, self.metas, self.model(modes))
+        plan_cost = compute_plan_costs(graph, self.modules, self.metas, self.model(modes))
         return replace(plan_cost, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
     def megatron(self) -> StageGraph:
         """Return a single pipeline with the same number of parameters per virtual stage."""
         layers = []
-        typical = module_layers(self.modules, self.typical)
+        typical = module_layers(self.modules, self.unordered_microbatches)
         for cut, module in zip(typical, self.modules, strict=True):
             count = len(module.layers)
             parameters = [stage_parameters(module, i, i + 1).all for i in range(count)]
@@ -145,12 +151,12 @@ class Setting:
 
     def separated(self) -> StageGraph:
         """Return separate segments of each module, with the selected sub-microbatches."""
-        layout: StageLayout = plan_layout(self.parallel, self.modules, self.typical)
+        layout: StageLayout = plan_layout(self.parallel, self.modules, self.unordered_microbatches)
         return step_graph(layout, self.parallel, self.metas)
 
     def static(self) -> StageGraph:
         """Return a static single pipeline with virtual stages of equal cost."""
-        layers = module_layers(self.modules, self.typical)
+        layers = module_layers(self.modules, self.unordered_microbatches)
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def _chain(self, layout: StageLayout) -> StageGraph:
@@ -180,7 +186,7 @@ class Setting:
         """Return the MFU of all devices, if this pipeline is the slowest pipeline."""
         peak = self.profile.device.peak_flops[self.recipe.training.dtype]
         devices = self.sizes.pipeline * self.sizes.tensor
-        return self.mean_share * step.flops / (step.ms / 1e3) / (devices * peak)
+        return self.mean_flops_fraction * step.flops / (step.ms / 1e3) / (devices * peak)
 
 
 class Timed(NamedTuple):
@@ -230,7 +236,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     natural = dispatcher.dispatch()
     if not natural.blocked:
         yield names[2], timed(setting.lowered(graph, natural.order), costs)
-    searched = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
+    searched = search_orders(dispatcher, SearchBudget(evaluations=evaluations), seed=SEED)
     if not searched.fits:
         return
     plan = setting.lowered(graph, dispatcher.dispatch(searched.order).order)
@@ -240,12 +246,12 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     everything = setting.model(("none",) * len(setting.modules))
     tuned = frozenset(module.name for module in setting.modules)
     tuning = LayerTuning(everything, tuned, setting.limit_bytes, offloads=tuned)
-    tuner = Tuner(graph, setting.modules, setting.metas, tuning)
-    step = TunedSearch(graph, tuner.costs, tuner)
+    tuner = LayerTuner(graph, setting.modules, setting.metas, tuning)
+    step = MemoryAwareSearch(graph, tuner.costs, tuner)
     if not step.fits:
         return
     best = step.search(
-        Budget(evaluations=evaluations), Settings(seed=SEED, starts=[searched.order])
+        SearchBudget(evaluations=evaluations), SearchSettings(seed=SEED, starts=[searched.order])
     )
     layers = tuner.tune(setting.lowered(graph, best.order))
     yield names[4], timed(layers.plan, layers.costs)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, compiled
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
-from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTables
+from torchmm.balance.disttrain.orchestration.tables import PlanSettings, UnitTables
+from torchmm.balance.numba_utils import Float64s, cached_njit
 
 
 def relaxed_s(problem: OrchestrationProblem) -> float:
@@ -25,8 +25,8 @@ def relaxed_s(problem: OrchestrationProblem) -> float:
     return float(relaxed_seconds(problem.tables({}), problem.setting()))
 
 
-@compiled
-def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
+@cached_njit
+def relaxed_seconds(tables: UnitTables, setting: PlanSettings) -> float:
     """Return the minimum time over data- and tensor-parallel sizes; infinite if none fits."""
     units, sizes = tables.seconds_UT.shape
     work_U = np.empty(units)
@@ -56,7 +56,7 @@ def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
     return best
 
 
-@compiled
+@cached_njit
 def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
     """Return the least t with sum(max(work / t, floor)) <= devices, for smaller sums of floors."""
     at_floor = np.zeros(len(work_U), np.bool_)
@@ -77,9 +77,9 @@ def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
             return slowest
 
 
-@compiled
+@cached_njit
 def _least_devices(
-    tables: UnitTables, setting: PlanSetting, data: int, unit: int, tensor: int
+    tables: UnitTables, setting: PlanSettings, data: int, unit: int, tensor: int
 ) -> float:
     """Return the minimum number of devices of a unit over data-parallel sizes, or infinity."""
     if tables.seconds_UT[unit, tensor] == np.inf:
@@ -98,7 +98,7 @@ def _least_devices(
         kept = tables.activation_bytes_UT[unit, tensor] * samples
         # Each of P ranks holds 1/P of the unit for P microbatches, but at most for all: the
         # least P is the smaller one of both cases.
-        if not tables.keeps_U[unit]:
+        if not tables.has_backward_U[unit]:
             pipeline = (held + kept) / free
         else:
             pipeline = (held + kept * microbatches) / free

@@ -25,7 +25,7 @@ import numpy as np
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
 from torchmm.costs.components import Heads
 from torchmm.costs.execution import Recompute
 from torchmm.costs.layers import layer_operators, local_linears
@@ -182,7 +182,7 @@ class Result(NamedTuple):
     memory_gib: float
 
 
-class _Forecaster(Forecaster):
+class _Forecaster(StepSimulator):
     """A forecaster that recomputes as the run does, eager layers on CUDA included."""
 
     def __init__(
@@ -211,7 +211,7 @@ def simulate(run: Run) -> Result:
 
     def forecast(recompute: Recompute) -> tuple[float, float, CostModel]:
         forecaster = _Forecaster(recipe, run.gpus, run.device, recompute, sample)
-        result = forecaster.forecast()
+        result = forecaster.simulate_schedule()
         if result.step is None:
             raise ValueError(f"{run.case}: {result.problem}")
         gib = max(result.step.peak_bytes) / 2**30

@@ -74,7 +74,7 @@ class CUDAGraph:
         for storage, aliases in _pools[self._pool].items():
             if storage not in self._earlier:
                 _owners[storage] = self
-                _poison(aliases[0])
+                _unfilled_marker(aliases[0])
                 for other in {_owners[_storage(tensor)] for tensor in self._shared}:
                     other._shared.append(aliases[0])
 
@@ -108,7 +108,7 @@ class CUDAGraph:
     def replay(self) -> None:
         self.replays += 1
         for tensor in self._shared:
-            _poison(tensor)
+            _unfilled_marker(tensor)
         for func, args, kwargs, outputs in self._operators:
             results = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
             for old, new in zip(outputs, results, strict=True):
@@ -127,7 +127,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _poison(tensor: Tensor) -> None:
+def _unfilled_marker(tensor: Tensor) -> None:
     storage_values = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         tensor.untyped_storage()
     )

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from torchmm.balance.compiled import (
-    acceptable_rise,
-    compiled,
+from torchmm.balance.numba_utils import (
+    acceptance_threshold,
+    cached_njit,
     cooling_factor,
-    inner,
-    loop,
+    internal_njit,
     next_random,
+    norefcount_njit,
     random_index,
     trailing_zeros,
 )
@@ -24,7 +24,7 @@ def total(values):
 """
 
 
-@pytest.mark.parametrize("decorator", [compiled, loop])
+@pytest.mark.parametrize("decorator", [cached_njit, norefcount_njit])
 def test_functions_without_file_are_not_cached(decorator):
     names: dict = {}
     exec(SOURCE, names)
@@ -38,11 +38,11 @@ def test_functions_of_files_are_cached():
 
 
 def test_trailing_zeros_finds_lowest_bit():
-    @inner
+    @internal_njit
     def count(word):
         return trailing_zeros(word)
 
-    @compiled
+    @cached_njit
     def lowest(words):
         return [count(word) for word in words]
 
@@ -59,6 +59,6 @@ def test_random_numbers_are_platform_independent():
         numbers.append(int(state))
     assert numbers == [1082269761, 1152992998833853505, 11177516664432764457]
     assert [random_index(np.uint64(bits), 10) for bits in (0, 0x7FFF, 0xFFFF)] == [0, 4, 9]
-    assert acceptable_rise(np.uint64((1 << 64) - 1), 5.0) == 0
-    assert acceptable_rise(np.uint64(1 << 63), 2.0) == 23258158 / 2**24
+    assert acceptance_threshold(np.uint64((1 << 64) - 1), 5.0) == 0
+    assert acceptance_threshold(np.uint64(1 << 63), 2.0) == 23258158 / 2**24
     assert cooling_factor(100) == 16133559 / 2**24

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pipeline_cases import LAYERS, Case, step_of
 
-from torchmm.balance import image_shares
+from torchmm.balance import image_balancing
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.image_shares import balanced_metas
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.image_balancing import balance_microbatch_images
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.costs.sizes import text_tokens
@@ -29,7 +29,7 @@ CASE = Case("deepstack", encoder="qwen3_vl", tied=False)
 def assign_images(costs: list[list[int]]) -> list[int]:
     homes = np.repeat(np.arange(len(costs)), [len(images) for images in costs])
     flat = np.array([cost for images in costs for cost in images], np.int64)
-    owners: list[int] = image_shares.assign_images(flat, homes, len(costs)).tolist()
+    owners: list[int] = image_balancing.assign_images(flat, homes, len(costs)).tolist()
     return owners
 
 
@@ -70,10 +70,12 @@ def test_padded_assignment_is_optimal(seed):
     costs = [[rng.randint(1, 30) for _ in range(rng.randint(0, 3))] for _ in range(ranks)]
     flat = np.array([cost for images in costs for cost in images], np.int64)
     homes = np.repeat(np.arange(ranks), [len(images) for images in costs])
-    owners_ = image_shares.assign_padded_images(flat, homes, ranks)
+    owners_ = image_balancing.assign_padded_images(flat, homes, ranks)
 
     def slowest_padded(owners: Sequence[int]) -> int:
-        return int(image_shares.padded_work(flat, np.array(owners, np.int64), ranks).max())
+        return int(
+            image_balancing.padded_work_per_rank(flat, np.array(owners, np.int64), ranks).max()
+        )
 
     best = min(slowest_padded(owners) for owners in product(range(ranks), repeat=len(flat)))
     assert slowest_padded(owners_) == best
@@ -81,7 +83,7 @@ def test_padded_assignment_is_optimal(seed):
 
 def test_equal_generated_images_stay_on_their_ranks():
     homes = np.repeat(np.arange(4), 3)
-    owners = image_shares.assign_padded_images(np.full(12, 7), homes, 4)
+    owners = image_balancing.assign_padded_images(np.full(12, 7), homes, 4)
     assert owners.tolist() == homes.tolist()
 
 
@@ -91,7 +93,7 @@ def test_balanced_sizes_keep_tokens_and_images():
         MicrobatchMeta((SampleMeta("a", 0, 9, (small, large, small), "vision"),), 12),
         MicrobatchMeta((SampleMeta("a", 1, 7),), 12),
     ]
-    first, second = balanced_metas(metas, {"vision": [1, 0], "audio": [1]})
+    first, second = balance_microbatch_images(metas, {"vision": [1, 0], "audio": [1]})
     assert [meta.tokens for meta in (first, second)] == [12, 12]
     assert [meta.used_tokens for meta in (first, second)] == [9, 7]
     assert (first.patches("vision"), second.patches("vision")) == ([4], [4])
@@ -103,7 +105,7 @@ def test_owners_compare_slowest_ranks():
     model = CASE.build()
     [vision] = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
     sizes_I4 = np.tile([0, 16, 4, 1], (4, 1))
-    balance = image_shares.ImageBalance((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
+    balance = image_balancing.ImageBalancer((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
     assert balance.owners_I.tolist().count(0) == 2
     assert balance.before == 2 * balance.after == 2 * balance.mean > 0
 
@@ -114,7 +116,7 @@ def test_balanced_sizes_move_generated_images():
         MicrobatchMeta((SampleMeta("a", 0, 9, generated=(small, large)),), 12),
         MicrobatchMeta((SampleMeta("a", 1, 7, generated=(small,)),), 12),
     ]
-    first, second = balanced_metas(metas, {"generator": [0, 1, 0]})
+    first, second = balance_microbatch_images(metas, {"generator": [0, 1, 0]})
     assert (first.generated, second.generated) == ([small, small], [large])
     assert [meta.used_tokens for meta in (first, second)] == [9, 7]
 
@@ -153,7 +155,7 @@ def test_llm_saves_features_of_other_ranks():
     costs = CostModel(load_profile("h100"), "float32")
     targets = [text_tokens(meta) for meta in metas]
     with_features, without = (
-        plan_costs(graph, modules, m, costs, targets=targets, layerwise=True).saved_bytes
+        compute_plan_costs(graph, modules, m, costs, targets=targets, layerwise=True).saved_bytes
         for m in (metas, [replace(meta, received_tokens=()) for meta in metas])
     )
     [llm] = [stage.index for stage in layout.stages if stage.module == "llm"]

@@ -61,7 +61,7 @@ def test_later_steps_reuse_first_stages(benchmark, streams):
     )  # fmt: skip
     first, second = (arms.Forecaster(chain, 16, profile, sample=sample) for sample in samples)
     later = arms.LaterStep(first, samples[1])
-    stages = later.forecast_parallel(chain.parallel).step.plan.graph.layout
+    stages = later.simulate_parallel(chain.parallel).step.plan.graph.layout
     assert stages == first.layout(chain.parallel) != second.layout(chain.parallel)
     steps = list(benchmark.Setup(recipe, 16, profile, samples).steps(chain, [0, 1]))
     assert steps[0].step_s != steps[1].step_s

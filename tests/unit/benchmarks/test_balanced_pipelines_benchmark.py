@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.image_balancing import ImageBalancer
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
 from torchmm.costs.flops import step_flops
 
 
@@ -24,7 +24,7 @@ def sample(load):
 
 
 def test_arms_preserve_images_and_balance_work(benchmark, sample):
-    balance = ImageBalance(tuple(m for m in sample.modules if m.kind == "encoder"))
+    balance = ImageBalancer(tuple(m for m in sample.modules if m.kind == "encoder"))
     shares = sample.shares(sample.recipe, 8)
 
     def images(arm):
@@ -46,10 +46,10 @@ def test_arms_preserve_images_and_balance_work(benchmark, sample):
 def test_replicas_with_balanced_images_have_shorter_steps(benchmark, sample):
     profile = load_profile(sample.recipe.simulation.device)
     steps_ms = {
-        arm: forecaster(sample.recipe, 16, profile, sample=sample).forecast().iteration_ms
+        arm: forecaster(sample.recipe, 16, profile, sample=sample).simulate_schedule().iteration_ms
         for arm, forecaster in benchmark.ARMS.items()
     }
-    assert benchmark.ARMS["own"] is Forecaster
+    assert benchmark.ARMS["own"] is StepSimulator
     assert steps_ms["even"] < steps_ms["replicas"] < steps_ms["own"]
 
 

@@ -47,8 +47,8 @@ def test_encoder_sizes_divide_llm_sizes():
         assert sum(plan.layers) == 48 and len(plan.layers) == pipeline
         devices = plan.devices_MS
         assert devices.shape == (plan.pipelines, pipeline)
-        assert sorted(devices.flatten().tolist()) == list(range(8 * plan.tensor_groups))
-        assert (np.diff(devices, axis=1) == plan.tensor_groups).all(), "consecutive ranks"
+        assert sorted(devices.flatten().tolist()) == list(range(8 * plan.devices_per_rank))
+        assert (np.diff(devices, axis=1) == plan.devices_per_rank).all(), "consecutive ranks"
     # Five heads cannot be split, and three layers cannot form four stages.
     small = transformer("vision", "encoder", 5 * 128, 3)
     assert {p.sizes[1:] for p in encoder_plans(small, llm)} == {(1, 1), (2, 1)}

@@ -49,7 +49,7 @@ def test_all_methods_run_the_same_batch(benchmark, comparison, tmp_path):
             == chain.step.plan.graph.layout.rank_count
         ):
             assert by_name[name].step.model_flops == pytest.approx(chain.step.model_flops, rel=1e-6)
-    assert all(0 < each.forecast.mfu < 1 and each.peak_gib > 0 for each in results)
+    assert all(0 < each.report.mfu < 1 and each.peak_gib > 0 for each in results)
     assert by_name["static plan (nnScaler*)"].step_s >= 0.999 * chain.step_s
     workload = benchmark.QUICK[0]
     ET.parse(benchmark.draw(workload, results, tmp_path))

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchmm.balance.optimus.action_order import best_optimus_step
 from torchmm.balance.optimus.encoder_work import encoder_work
-from torchmm.balance.optimus.order import optimus
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
@@ -72,7 +72,7 @@ def test_kernel_times_sum_to_action_times(model, step):
 
 def test_kernels_fill_bubbles_inside_llm_actions(model, step):
     graph, costs = step
-    coarse = optimus(graph, costs)
+    coarse = best_optimus_step(graph, costs)
     planned = model.optimus_kernels(graph, costs, [VISION])
     assert planned.schedule.total_ms < coarse.schedule.total_ms
     assert not order_problems(planned.graph, planned.order)
@@ -84,7 +84,7 @@ def test_kernels_fill_bubbles_inside_llm_actions(model, step):
     assert found.makespan_ms < unfilled.makespan_ms
     assert found.makespan_ms <= 1.05 * planned.schedule.total_ms
     # Without communication, no time can be hidden.
-    without_comm = model.optimus_kernels(graph, replace(costs, tensor_ms={}), [VISION])
+    without_comm = model.optimus_kernels(graph, replace(costs, tp_comm_ms={}), [VISION])
     assert sum(without_comm.hidden_ms.values()) == pytest.approx(0, abs=1e-6)
 
 

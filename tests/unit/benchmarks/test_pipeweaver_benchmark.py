@@ -100,4 +100,4 @@ def test_replicas_of_large_models_have_equal_work(benchmark):
     name = next(iter(benchmark.LARGE))
     balanced = benchmark.Setting(4, model=benchmark.LARGE[name])
     natural = benchmark.Setting(4, model=benchmark.LARGE[name], dealt=False)
-    assert natural.mean_share < 0.9 < balanced.mean_share <= 1
+    assert natural.mean_flops_fraction < 0.9 < balanced.mean_flops_fraction <= 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
 from torchmm.recipe.read import check_recipe
 
 
@@ -72,9 +72,9 @@ def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):
     best = methods.best_plain(recipe, 16, profile, sample)
     assert set(best) == {methods.FSDP2, methods.HSDP, methods.REORDERED}
     for method, option in best.items():
-        assert option is not None and methods.fits(option.forecast.step), method
-        again = Forecaster(option.recipe, 16, profile, sample=sample)
-        forecast = again.forecast_parallel(option.recipe.parallel)
+        assert option is not None and methods.fits(option.report.step), method
+        again = StepSimulator(option.recipe, 16, profile, sample=sample)
+        forecast = again.simulate_parallel(option.recipe.parallel)
         assert forecast.iteration_ms == pytest.approx(option.step_ms)
     options = methods.plain_options(recipe, 16, profile, sample, methods.FSDP2)
     assert best[methods.FSDP2].step_ms == min(option.step_ms for option in options)
@@ -89,9 +89,9 @@ def test_manual_pipelines_fit_and_match_forecasts(load):
     sample = StepSample(recipe)
     best, words = load("support.cases.hand_pipelines").hand_pipelines(recipe, 16, profile, sample)
     assert best.recipe.parallel.pipeline > 1 and "pipeline" in words
-    assert load("support.cases.plain_methods").fits(best.forecast.step)
-    again = Forecaster(best.recipe, 16, profile, sample=sample)
-    assert again.forecast_parallel(best.recipe.parallel).iteration_ms == pytest.approx(best.step_ms)
+    assert load("support.cases.plain_methods").fits(best.report.step)
+    again = StepSimulator(best.recipe, 16, profile, sample=sample)
+    assert again.simulate_parallel(best.recipe.parallel).iteration_ms == pytest.approx(best.step_ms)
 
 
 def test_planner_row_fails_if_different_method_is_faster(benchmark):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.strategies import STRATEGIES
 
-from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.bounds import lower_bound_ms
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

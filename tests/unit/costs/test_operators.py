@@ -81,9 +81,9 @@ def test_network_time_overlaps_with_matmuls() -> None:
     assert work.network_ms == pytest.approx([2.0, 2.0])
     exposed = work.times(profile())
     assert exposed.total_ms == pytest.approx([6.0, 4.0])
-    assert exposed.tensor_ms == pytest.approx([2.0, 2.0])
+    assert exposed.tp_comm_ms == pytest.approx([2.0, 2.0])
     hidden = work.times(profile(), hidden_share=0.75)
-    assert hidden.tensor_ms == pytest.approx([0.5, 2.0])  # no matmul to overlap with
+    assert hidden.tp_comm_ms == pytest.approx([0.5, 2.0])  # no matmul to overlap with
     twice = work.plus(work, 2.0).times(profile())
     assert twice.total_ms == pytest.approx([18.0, 12.0])
 

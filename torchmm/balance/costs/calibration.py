@@ -2,8 +2,8 @@
 
 1. `scripts/calibrate.py` times operators of many sizes, and tiny layers whose time is overhead.
 2. `fit_profile` computes efficiencies by operator class and size, and overheads per call.
-3. `learn` computes one factor per module and action type from recorded training steps. It corrects
-   effects of caches, allocators and adjacent operators in a step.
+3. `correct_profile` computes one factor per module and action type from recorded training steps. It
+   corrects effects of caches, allocators and adjacent operators in a step.
 
 Efficiencies are not fitted to steps. A step has fewer action types than unknowns, so the profile
 would not transfer to other models.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.costs.step_costs import compute_plan_costs
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.devices import Device
 from torchmm.costs.operators import (
@@ -43,18 +43,18 @@ from torchmm.pipelining.view.records import StepContent
 
 POINTS_PER_DECADE = 2
 """Number of points of an efficiency curve per factor of 10 in size."""
-OUTLIER = 3.0
+OUTLIER_RATIO = 3.0
 """Maximum ratio of the time of an action to the median. Slower actions were interrupted."""
 
 
-class Measured(NamedTuple):
+class TimedOperator(NamedTuple):
     """Operator, and its measured time for all of its calls, in seconds."""
 
     operator: Operator
     seconds: float
 
 
-class WorkingLayers(NamedTuple):
+class RealisticLayers(NamedTuple):
     """Operators of layers of realistic size, and their measured times in seconds."""
 
     forward_operators: Sequence[Operator]
@@ -63,7 +63,7 @@ class WorkingLayers(NamedTuple):
     backward_s: float
 
 
-class SplitLayers(NamedTuple):
+class TimedLayers(NamedTuple):
     """Operators of layers on several ranks, and their measured time of forward and backward passes.
 
     On GPUs, the layers have negligible computation, so that the time is host time.
@@ -83,90 +83,97 @@ class Measurements:
         operators: Measured operators of all relevant sizes.
         tiny: Time of a call with negligible work in seconds, by class. Host time on GPUs.
         layers: (calls, seconds) of forward and backward passes of layers with negligible work.
-        working: Layers of realistic size. The difference to the sum of operator times is the
+        realistic: Layers of realistic size. The difference to the sum of operator times is the
             overhead of calls without warm caches.
-        split: Layers on several ranks, by parallelism: "whole", "tensor", "sequence" or "shard".
+        parallel: Layers on several ranks, by parallelism: "whole", "tensor", "sequence" or "shard".
             Empty for one rank.
         compiled: Operators and time of compiled layers with negligible work. None if the device
             does not support compilation.
         tiny_device: Device time of a call with negligible work in seconds, by class, on GPUs.
     """
 
-    operators: Sequence[Measured]
+    operators: Sequence[TimedOperator]
     tiny: Mapping[Kind, float] = field(default_factory=dict)
     layers: Sequence[tuple[float, float]] = ()
-    working: Sequence[WorkingLayers] = ()
-    split: Mapping[str, SplitLayers] = field(default_factory=dict)
-    compiled: SplitLayers | None = None
+    realistic: Sequence[RealisticLayers] = ()
+    parallel: Mapping[str, TimedLayers] = field(default_factory=dict)
+    compiled: TimedLayers | None = None
     tiny_device: Mapping[Kind, float] = field(default_factory=dict)
 
 
 def fit_profile(
-    found: Measurements, base: Profile, dtype: str, measured_on: str, *, own_peaks: bool
+    measurements: Measurements,
+    base: Profile,
+    dtype: str,
+    measured_on: str,
+    *,
+    use_measured_peaks: bool,
 ) -> Profile:
     """Fit a profile to the measurements of a device.
 
     Args:
-        found: Measurements of the device.
+        measurements: Measurements of the device.
         base: Profile with the data sheet, and with efficiencies of classes without measurements.
         dtype: Dtype of the matmuls.
         measured_on: Host and method of the measurement.
-        own_peaks: Whether to replace peaks of the data sheet by the maximum measured rates. Used
-            for CPUs, which have no suitable data sheet.
+        use_measured_peaks: Whether to replace peaks of the data sheet by the maximum measured
+            rates. Used for CPUs, which have no suitable data sheet.
 
     Raises:
         ValueError: Measurements of class "matmul" or "copy" are missing.
     """
-    kinds = {m.operator.kind for m in found.operators}
+    kinds = {m.operator.kind for m in measurements.operators}
     if missing := {"matmul", "copy"} - kinds:
         raise ValueError(f"no measurements of {', '.join(sorted(missing))}")
-    tiny_us: dict[Kind, float] = {kind: seconds * 1e6 for kind, seconds in found.tiny.items()}
+    tiny_us: dict[Kind, float] = {
+        kind: seconds * 1e6 for kind, seconds in measurements.tiny.items()
+    }
     host_us: dict[Kind, float] = {}
     if base.device.asynchronous:  # the time of a call without work is the queueing time
         host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
-        own_us = {kind: seconds * 1e6 for kind, seconds in found.tiny_device.items()}
-        tiny_us |= {kind: own_us.get(kind, base.call_us.get(kind, 0.0)) for kind in host_us}
-    rates = [_Rate.of(m, tiny_us) for m in found.operators]
-    device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
+        device_us = {kind: seconds * 1e6 for kind, seconds in measurements.tiny_device.items()}
+        tiny_us |= {kind: device_us.get(kind, base.call_us.get(kind, 0.0)) for kind in host_us}
+    rates = [_Rate.of(m, tiny_us) for m in measurements.operators]
+    device = _with_peaks(base.device, rates, dtype) if use_measured_peaks else base.device
     measured = {
         kind: _curve(of_kind, _peak(device, kind, dtype))
         for kind in kinds
-        if (of_kind := [r for r in rates if r.kind == kind and not r.between])
+        if (of_kind := [r for r in rates if r.kind == kind and not r.is_internode])
     }
     curves = {**base.efficiency, **measured}
-    between = [r for r in rates if r.between]
-    network = _curve(between, device.network_bytes_per_s) if between else base.network
+    internode = [r for r in rates if r.is_internode]
+    network = _curve(internode, device.network_bytes_per_s) if internode else base.network
     call_us = {**base.call_us, **tiny_us}
     launch_us = base.launch_us
-    if found.layers:
-        per_call_us = median(seconds / calls for calls, seconds in found.layers) * 1e6
+    if measurements.layers:
+        per_call_us = median(seconds / calls for calls, seconds in measurements.layers) * 1e6
         if device.asynchronous:
             launch_us = per_call_us
         else:
             # Calls inside layers include views, modules and autograd bookkeeping.
-            alone = Profile(device, curves)
-            if found.working:
+            without_overhead = Profile(device, curves)
+            if measurements.realistic:
                 forward_us = median(
-                    _overhead_us(w.forward_operators, w.forward_s, alone, dtype)
-                    for w in found.working
+                    _overhead_us(w.forward_operators, w.forward_s, without_overhead, dtype)
+                    for w in measurements.realistic
                 )
                 backward_us = median(
-                    _overhead_us(w.backward_operators, w.backward_s, alone, dtype)
-                    for w in found.working
+                    _overhead_us(w.backward_operators, w.backward_s, without_overhead, dtype)
+                    for w in measurements.realistic
                 )
                 per_call_us = max(per_call_us / 2, backward_us)
                 call_us["forward_call"] = max(0.0, forward_us - per_call_us)
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
-    if found.split:
-        whole = Profile(device, curves, call_us, launch_us, network=network)
-        call_us |= _host_us(found.split, whole, dtype)
+    if measurements.parallel:
+        unsharded = Profile(device, curves, call_us, launch_us, network=network)
+        call_us |= _parallel_host_us(measurements.parallel, unsharded, dtype)
     profile = Profile(device, curves, call_us, launch_us, {}, measured_on, host_us, network)
-    if found.compiled is not None:
-        call_us["compiled_call"] = _compiled_call_us(found.compiled, profile, dtype)
+    if measurements.compiled is not None:
+        call_us["compiled_call"] = _compiled_call_us(measurements.compiled, profile, dtype)
     return profile
 
 
-def _compiled_call_us(layers: SplitLayers, profile: Profile, dtype: str) -> float:
+def _compiled_call_us(layers: TimedLayers, profile: Profile, dtype: str) -> float:
     """Return the host time to enter a compiled layer: measured time minus time of its kernels."""
     call_us = {**profile.call_us, "compiled_call": 0.0}
     work = Work.of(layers.operators, replace(profile, call_us=call_us), dtype, 1, compiled=True)
@@ -174,19 +181,21 @@ def _compiled_call_us(layers: SplitLayers, profile: Profile, dtype: str) -> floa
     return max(0.0, 1e6 * layers.seconds - 1e3 * float(work.host_ms[0])) / calls
 
 
-SPLIT_KINDS: dict[str, Kind] = {
+PARALLEL_KINDS: dict[str, Kind] = {
     "tensor": "tensor_linear",
     "sequence": "sequence_exchange",
     "shard": "shard_unit",
 }
-"""Host work of each parallelism of `Measurements.split`, in the order of fitting."""
+"""Host work of each parallelism of `Measurements.parallel`, in the order of fitting."""
 
 
-def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> dict[Kind, float]:
+def _parallel_host_us(
+    parallel: Mapping[str, TimedLayers], profile: Profile, dtype: str
+) -> dict[Kind, float]:
     """Return the host time in us per call of layers on several ranks, by operator class."""
-    calls_us = {**profile.call_us, **dict.fromkeys(SPLIT_KINDS.values(), 0.0)}
+    calls_us = {**profile.call_us, **dict.fromkeys(PARALLEL_KINDS.values(), 0.0)}
 
-    def predicted_ms(layers: SplitLayers) -> tuple[float, float]:
+    def predicted_ms(layers: TimedLayers) -> tuple[float, float]:
         """Return the time of operators and of collectives in ms."""
         work = Work.of(layers.operators, replace(profile, call_us=calls_us), dtype, 1)
         if profile.device.asynchronous:  # the time of small layers is queueing time
@@ -194,13 +203,13 @@ def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> 
         return float(work.compute_ms[0]), float(work.network_ms[0])
 
     # Correct the prediction error of operators at this size with the unsharded layers.
-    slower = 1e3 * split["whole"].seconds / predicted_ms(split["whole"])[0]
-    for name, kind in SPLIT_KINDS.items():
-        operators, seconds = split[name]
-        own_ms, sent_ms = predicted_ms(split[name])
+    slowdown = 1e3 * parallel["whole"].seconds / predicted_ms(parallel["whole"])[0]
+    for name, kind in PARALLEL_KINDS.items():
+        operators, seconds = parallel[name]
+        compute_ms, network_ms = predicted_ms(parallel[name])
         calls = sum(float(np.sum(o.calls)) for o in operators if o.kind == kind)
-        calls_us[kind] = 1e3 * max(0.0, 1e3 * seconds - slower * own_ms - sent_ms) / calls
-    return {kind: calls_us[kind] for kind in SPLIT_KINDS.values()}
+        calls_us[kind] = 1e3 * max(0.0, 1e3 * seconds - slowdown * compute_ms - network_ms) / calls
+    return {kind: calls_us[kind] for kind in PARALLEL_KINDS.values()}
 
 
 def _overhead_us(
@@ -217,11 +226,11 @@ class _Rate(NamedTuple):
     kind: Kind
     size: float
     per_s: float
-    between: bool
+    is_internode: bool
     """Whether the size is bytes per device between nodes."""
 
     @classmethod
-    def of(cls, measured: Measured, overhead_us: Mapping[Kind, float]) -> _Rate:
+    def of(cls, measured: TimedOperator, overhead_us: Mapping[Kind, float]) -> _Rate:
         """Return the rate of a measured operator.
 
         Args:
@@ -230,12 +239,12 @@ class _Rate(NamedTuple):
         """
         operator, seconds = measured
         calls = float(operator.calls)
-        between = stage_shares(operator.kind, operator.link)[1]
-        amount = float(main_quantity(operator)) * (between or 1.0)
+        internode_fraction = stage_shares(operator.kind, operator.link)[1]
+        amount = float(main_quantity(operator)) * (internode_fraction or 1.0)
         overhead = overhead_us.get(operator.kind, 0.0) * 1e-6 * calls
         # At most half of the time is overhead, because the difference is noise otherwise.
         work_s = max(seconds - overhead, seconds / 2)
-        return cls(operator.kind, amount / calls, amount / work_s, between > 0)
+        return cls(operator.kind, amount / calls, amount / work_s, internode_fraction > 0)
 
 
 def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
@@ -243,8 +252,8 @@ def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
     products = max(r.per_s for r in rates if r.kind == "matmul")
     # The largest copies do not fit in caches.
     copies = sorted((r for r in rates if r.kind == "copy"), key=lambda r: r.size)
-    node = [r.per_s for r in rates if r.kind in NETWORK_KINDS and not r.between]
-    network = [r.per_s for r in rates if r.between]
+    node = [r.per_s for r in rates if r.kind in NETWORK_KINDS and not r.is_internode]
+    network = [r.per_s for r in rates if r.is_internode]
     return replace(
         device,
         peak_flops={**device.peak_flops, dtype: products},
@@ -283,7 +292,7 @@ class RecordedStep(NamedTuple):
     content: StepContent
 
 
-class Observed(NamedTuple):
+class ActionTiming(NamedTuple):
     """Predicted and measured time of an action."""
 
     module: str
@@ -292,9 +301,9 @@ class Observed(NamedTuple):
     measured_ms: float
 
 
-def observe(
+def compare_action_times(
     step: RecordedStep, modules: Sequence[ModuleDescription], model: CostModel
-) -> list[Observed]:
+) -> list[ActionTiming]:
     """Return the predicted and measured time of every F, B, I and W of a recorded step.
 
     Args:
@@ -303,11 +312,13 @@ def observe(
         model: Cost model for the predictions.
 
     Raises:
-        ValueError: `plan_costs` raises, or the step has actions without costs, because it was
-            recorded with different modules.
+        ValueError: `compute_plan_costs` raises, or the step has actions without costs, because it
+            was recorded with different modules.
     """
     content = step.content
-    costs = plan_costs(step.graph, modules, content.microbatches, model, targets=content.targets)
+    costs = compute_plan_costs(
+        step.graph, modules, content.microbatches, model, targets=content.targets
+    )
     observed = []
     for record in step.records:
         action = record.action
@@ -321,27 +332,29 @@ def observe(
         stage = step.graph.layout.stages[action.stage]
         took_ms = record.end_ms - record.start_ms
         predicted_ms = costs.compute_ms[action]
-        observed.append(Observed(stage.module, action.type.value, predicted_ms, took_ms))
+        observed.append(ActionTiming(stage.module, action.type.value, predicted_ms, took_ms))
     return observed
 
 
-def learn(profile: Profile, observed: Iterable[Observed]) -> Profile:
+def correct_profile(profile: Profile, observed: Iterable[ActionTiming]) -> Profile:
     """Return a profile with factors that make the sums of predicted and measured times equal.
 
-    Actions without a predicted time, and interrupted actions (`OUTLIER`), are ignored.
+    Actions without a predicted time, and interrupted actions (`OUTLIER_RATIO`), are ignored.
 
     Args:
         profile: Profile that predicted `observed`.
         observed: Predicted and measured times of actions.
     """
-    groups: dict[tuple[str, str], list[Observed]] = {}
-    for each in observed:
-        if each.predicted_ms > 0 and each.measured_ms > 0:
-            groups.setdefault((each.module, each.action_type), []).append(each)
+    groups: dict[tuple[str, str], list[ActionTiming]] = {}
+    for timing in observed:
+        if timing.predicted_ms > 0 and timing.measured_ms > 0:
+            groups.setdefault((timing.module, timing.action_type), []).append(timing)
     factors = {module: dict(of_module) for module, of_module in profile.factors.items()}
     for (module, kind), actions in groups.items():
-        usual = median(o.measured_ms / o.predicted_ms for o in actions)
-        regular = [o for o in actions if o.measured_ms <= OUTLIER * usual * o.predicted_ms]
+        median_ratio = median(o.measured_ms / o.predicted_ms for o in actions)
+        regular = [
+            o for o in actions if o.measured_ms <= OUTLIER_RATIO * median_ratio * o.predicted_ms
+        ]
         correction = sum(o.measured_ms for o in regular) / sum(o.predicted_ms for o in regular)
         factors.setdefault(module, {})[kind] = profile.factor(module, kind) * correction
     return replace(profile, factors=factors)

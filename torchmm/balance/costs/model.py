@@ -98,7 +98,7 @@ UPDATE_CALLS = 0.4
 Measured: 0.95 ms of CPU time for 135 tensors, at 19 us per operator launch."""
 
 
-COLLECTIVE_SHARE = 20 / 132
+COLLECTIVE_SM_FRACTION = 20 / 132
 """Fraction of the multiprocessors that collectives occupy while layers compute: 20 of 132 on an
 H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 
@@ -145,17 +145,17 @@ class StageCosts(NamedTuple):
             return values.reshape(ranks, -1).max(0)
 
         return StageCosts(
-            _slowest(self.forward, ranks),
-            _slowest(self.backward, ranks),
-            _slowest(self.inputs, ranks),
-            _slowest(self.weights, ranks),
+            _slowest_times(self.forward, ranks),
+            _slowest_times(self.backward, ranks),
+            _slowest_times(self.inputs, ranks),
+            _slowest_times(self.weights, ranks),
             maximum(self.saved_bytes),
             maximum(self.saved_for_weights_bytes),
             maximum(self.workspace_bytes),
             self.flops,
         )
 
-    def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
+    def sharded(self, gather: Work, reduce_N: Work, units: int, overlaps: bool) -> StageCosts:
         """Return the costs with FSDP2 communication of parameters in every pass.
 
         Casts and copies of parameters and gradients add device time, and hooks add host time.
@@ -164,22 +164,22 @@ class StageCosts(NamedTuple):
         and communication time t:
 
             exposed = t / n
-            device = max(c + COLLECTIVE_SHARE * min(c, t - exposed), t - exposed) + exposed
+            device = max(c + COLLECTIVE_SM_FRACTION * min(c, t - exposed), t - exposed) + exposed
 
         Args:
             gather: Work to all-gather the parameters of the stage.
             reduce_N: Work to reduce the gradients, by task. 0 in backward passes that do not
                 reduce.
-            pieces: Number of FSDP units of the stage.
-            hides: Whether communication overlaps with computation.
+            units: Number of FSDP units of the stage.
+            overlaps: Whether communication overlaps with computation.
         """
 
         def with_work(times: Times, work: Work) -> Times:
-            exposed_ms = work.network_ms / pieces if hides else work.network_ms
+            exposed_ms = work.network_ms / units if overlaps else work.network_ms
             device_ms = times.device_ms + work.compute_ms
             # Overlapped collectives occupy multiprocessors, which slows computation down.
             overlapped_ms = np.minimum(device_ms, work.network_ms - exposed_ms)
-            device_ms = device_ms + COLLECTIVE_SHARE * overlapped_ms
+            device_ms = device_ms + COLLECTIVE_SM_FRACTION * overlapped_ms
             device_ms = np.maximum(device_ms, work.network_ms - exposed_ms) + exposed_ms
             runs = times.total_ms > 0
             return times._replace(
@@ -190,7 +190,7 @@ class StageCosts(NamedTuple):
         return self._replace(forward=with_work(self.forward, gather), backward=backward)
 
 
-def _shared_by_layers(
+def _shared_activation_bytes(
     module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
 ) -> Array:
     """Return the bytes that the layers of a stage save in common, by task."""
@@ -199,7 +199,7 @@ def _shared_by_layers(
     return shared_bytes(module, sizes, setting.element_bytes)
 
 
-def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
+def _peak_workspace_bytes(block_bytes: Sequence[tuple[Array, Array]]) -> Array:
     """Return the maximum memory of a task beyond its total kept bytes.
 
     While block i runs, later blocks have not saved anything yet, or have already freed it:
@@ -208,18 +208,18 @@ def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
                   = kept(all) + temporary(i) - (kept(i + 1) + ...)
 
     Args:
-        held: Temporaries of each block, and its saved bytes until its backward pass (not until W),
-            in the order of the forward pass.
+        block_bytes: Temporaries of each block, and its saved bytes until its backward pass (not
+            until W), in the order of the forward pass.
     """
     later_N: Array | float = 0.0
     peak_N: Array | float = 0.0
-    for temporary_N, kept_N in reversed(held):
+    for temporary_N, kept_N in reversed(block_bytes):
         peak_N = np.maximum(peak_N, temporary_N - later_N)
         later_N = later_N + kept_N
     return np.asarray(peak_N)
 
 
-def _slowest(times: Times, ranks: int) -> Times:
+def _slowest_times(times: Times, ranks: int) -> Times:
     """Return the times of the slowest of `ranks` ranks, by task."""
     device_RN, tensor_RN, host_RN = (values.reshape(ranks, -1) for values in times)
     slowest_N = device_RN.argmax(0)
@@ -230,18 +230,18 @@ def _slowest(times: Times, ranks: int) -> Times:
 class UpdateBytes(NamedTuple):
     """Bytes in use while the optimizer updates a stage."""
 
-    held: int
+    persistent: int
     """Bytes of weights, optimizer states and gradients."""
-    room: int
+    temporary: int
     """Bytes of temporaries."""
 
 
-class _Moved(NamedTuple):
+class _CommunicatedParameters(NamedTuple):
     """Parameters of a stage on one rank that FSDP2 communicates."""
 
-    whole: Parameters
+    unsharded: Parameters
     """Unsharded parameters."""
-    sharded: Parameters
+    shard: Parameters
     """Shard of the rank."""
     sent: Parameters
     """Parameters that an all-gather receives from other ranks, and whose gradients are sent."""
@@ -253,7 +253,9 @@ class _Moved(NamedTuple):
     """Number of FSDP units with experts, if ranks divide the experts."""
 
 
-def _moved(module: ModuleDescription, start: int, stop: int, execution: Execution) -> _Moved:
+def _communicated_parameters(
+    module: ModuleDescription, start: int, stop: int, execution: Execution
+) -> _CommunicatedParameters:
     """Return the communicated parameters of layers [start, stop).
 
     With expert parallelism, experts are gathered over shard / expert ranks, all other parameters
@@ -262,23 +264,29 @@ def _moved(module: ModuleDescription, start: int, stop: int, execution: Executio
     shards = execution.shard
     expert = execution.expert
     states = execution.states
-    every = stage_parameters(module, start, stop, execution.tensor, states=states)
-    whole = every
+    unsharded_experts = stage_parameters(module, start, stop, execution.tensor, states=states)
+    unsharded = unsharded_experts
     if expert > 1:
-        whole = stage_parameters(module, start, stop, execution.tensor, expert, states)
-    kept = every.divided(shards)
-    sent = Parameters(whole.all - kept.all, whole.trained - kept.trained)
+        unsharded = stage_parameters(module, start, stop, execution.tensor, expert, states)
+    shard = unsharded_experts.divided(shards)
+    sent = Parameters(unsharded.all - shard.all, unsharded.trained - shard.trained)
     layers = module.layers[start:stop]
     experts, with_experts = 0.0, 0
     if expert > 1:
         # The difference is (1 - 1 / expert) of the experts. A rank has 1 / expert of the experts
         # after the all-gather, of which its shard is 1 / shards.
-        experts = (every.all - whole.all) / (1 - 1 / expert) * (1 / expert - 1 / shards)
+        experts = (
+            (unsharded_experts.all - unsharded.all) / (1 - 1 / expert) * (1 / expert - 1 / shards)
+        )
         with_experts = sum(bool(layer.experts) for layer in layers)
-    return _Moved(whole, kept, sent, len(layers) + 1 + with_experts, experts, with_experts)
+    return _CommunicatedParameters(
+        unsharded, shard, sent, len(layers) + 1 + with_experts, experts, with_experts
+    )
 
 
-def _collective(kind: Kind, sent: float, moved: _Moved, links: ShardLinks) -> list[Operator]:
+def _shard_collectives(
+    kind: Kind, sent: float, moved: _CommunicatedParameters, links: ShardLinks
+) -> list[Operator]:
     """Return the collectives over the ranks that share parameters.
 
     Args:
@@ -304,7 +312,7 @@ class ShardLinks(NamedTuple):
     """Placement of the ranks that have the same experts."""
 
 
-def gather_operators(
+def all_gather_operators(
     module: ModuleDescription,
     start: int,
     stop: int,
@@ -324,14 +332,14 @@ def gather_operators(
         element_bytes: Bytes of an element in the compute dtype.
         links: Placement of the ranks.
     """
-    moved = _moved(module, start, stop, execution)
+    moved = _communicated_parameters(module, start, stop, execution)
     calls = moved.units
     sent = element_bytes * moved.sent.all
     # The shard is cast, then copied into and out of the buffer of the collective.
-    copied = 4 * moved.sharded.all + 3 * element_bytes * moved.whole.all
+    copied = 4 * moved.shard.all + 3 * element_bytes * moved.unsharded.all
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
-        *_collective("all_gather", sent, moved, links),
+        *_shard_collectives("all_gather", sent, moved, links),
         Operator("shard_unit", calls=calls),
     ]
 
@@ -371,7 +379,7 @@ class CostModel:
         """Return the parallelism and options of a module."""
         return self.executions.get(module, Execution())
 
-    def execution_of(self, module: ModuleDescription) -> Execution:
+    def effective_execution(self, module: ModuleDescription) -> Execution:
         """Return the parallelism and options of a module, without async TP for generators."""
         execution = self.execution(module.name)
         if module.kind == "generator" and execution.async_tensor:
@@ -384,7 +392,7 @@ class CostModel:
         start: int,
         stop: int,
         sizes: TaskSizes,
-        arrives: Flag,
+        needs_input_grad: Flag,
         useful: TaskSizes | None = None,
         cache: BlockCache | None = None,
         ranks: int = 1,
@@ -397,8 +405,8 @@ class CostModel:
                 rank, rank by rank.
             start: First layer.
             stop: Layer after the last layer.
-            arrives: Whether the stage sends a gradient to the preceding stage. An array has one
-                flag per task.
+            needs_input_grad: Whether the stage sends a gradient to the preceding stage. An array
+                has one flag per task.
             useful: Sizes without padding of the first rank, for FLOPs. Required with several
                 ranks. By default, tasks have no padding.
             cache: Cache for other stages of the module with the same sizes.
@@ -409,15 +417,15 @@ class CostModel:
         if setting.execution.tensor > 1 and not module.loss_chunk_targets:
             module = replace(module, loss_chunk_targets=module.sharded_loss_chunk_targets)
         blocks = stage_blocks(module, start, stop)
-        flops = pass_flops(blocks, useful or sizes, arrives)
-        if ranks > 1 and not isinstance(arrives, bool):
-            arrives = np.tile(arrives, ranks)
+        flops = pass_flops(blocks, useful or sizes, needs_input_grad)
+        if ranks > 1 and not isinstance(needs_input_grad, bool):
+            needs_input_grad = np.tile(needs_input_grad, ranks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
-        held: list[tuple[Array, Array]] = []
+        block_bytes: list[tuple[Array, Array]] = []
         first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
-        for block, needs_inputs, needs_weights in gradients(blocks, arrives):
+        for block, needs_inputs, needs_weights in gradients(blocks, needs_input_grad):
             work = self._block_work(block, sizes, setting, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
@@ -432,14 +440,14 @@ class CostModel:
             saved_N = block.count * block.saved_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += saved_N
             if block is first_layers:
-                shared_N = _shared_by_layers(module, start, stop, sizes, setting)
+                shared_N = _shared_activation_bytes(module, start, stop, sizes, setting)
                 if block is blocks[0]:
                     shared_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
                 kept_N += has_backward * shared_N
             if needs_weights:
                 waiting_N += saved_N + block.count * block.gradients_bytes(sizes, setting)
             temporary_N = block.temporary_bytes(sizes, setting, has_backward)
-            held.append((temporary_N, saved_N * (not (split and needs_weights))))
+            block_bytes.append((temporary_N, saved_N * (not (split and needs_weights))))
         backward = inputs.plus(weights).plus(again)
         return StageCosts(
             forward=self._times(module, "F", forward),
@@ -448,7 +456,7 @@ class CostModel:
             weights=self._times(module, "W", weights if split else Work.none(sizes.tasks)),
             saved_bytes=kept_N,
             saved_for_weights_bytes=waiting_N * split,
-            workspace_bytes=_workspace(held),
+            workspace_bytes=_peak_workspace_bytes(block_bytes),
             flops=flops,
         ).slowest(ranks)
 
@@ -482,7 +490,7 @@ class CostModel:
             module: Complete module.
             tasks: Number of tasks of a step on one rank.
         """
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         return Setting(
             execution,
             self.element_bytes,
@@ -494,7 +502,7 @@ class CostModel:
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
         times = work.times(self.profile, hidden)
@@ -518,19 +526,19 @@ class CostModel:
 
     def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         links = self._shard_links(execution)
         return self._work(
-            *gather_operators(module, start, stop, execution, self.element_bytes, links)
+            *all_gather_operators(module, start, stop, execution, self.element_bytes, links)
         )
 
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Return the time of `gather_work` in ms without overlap."""
-        return self._alone_ms(self.gather_work(module, start, stop))
+        return self._unoverlapped_ms(self.gather_work(module, start, stop))
 
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Return the time of `reduce_work` in ms without overlap."""
-        return self._alone_ms(self.reduce_work(module, start, stop))
+        return self._unoverlapped_ms(self.reduce_work(module, start, stop))
 
     def reduce_work(
         self, module: ModuleDescription, start: int, stop: int, *, replicas: bool = True
@@ -543,24 +551,24 @@ class CostModel:
             stop: Layer after the last layer.
             replicas: Whether to include the all-reduce over the replicas of the shards (HSDP).
         """
-        execution = self.execution_of(module)
-        moved = _moved(module, start, stop, execution)
-        whole = moved.whole.gradient_bytes
+        execution = self.effective_execution(module)
+        moved = _communicated_parameters(module, start, stop, execution)
+        unsharded_bytes = moved.unsharded.gradient_bytes
         calls = moved.units
         shards = execution.shard
         copies = execution.replicate
         outer = self.group_link(copies, execution.tensor * shards)
-        if not whole:
+        if not unsharded_bytes:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
-        shard_bytes = moved.sharded.gradient_bytes
+        shard_bytes = moved.shard.gradient_bytes
         summed = all_reduce_bytes(shard_bytes, copies) if replicas else 0.0
         added = (
             3 * shard_bytes if execution.reduces_every_microbatch else 0.0
         )  # accumulation of gradient shards
         return self._work(
-            Operator("copy", memory_bytes=3 * whole + added, calls=calls),
-            *_collective("reduce_scatter", scattered, moved, self._shard_links(execution)),
+            Operator("copy", memory_bytes=3 * unsharded_bytes + added, calls=calls),
+            *_shard_collectives("reduce_scatter", scattered, moved, self._shard_links(execution)),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
             Operator("shard_unit", calls=calls),
         )
@@ -573,20 +581,20 @@ class CostModel:
         without FSDP2, writes copies of the parameters in the compute dtype. CPUs write and sum
         squares, and clipping reads and writes gradients.
         """
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         states = execution.states
-        shard = _moved(module, start, stop, execution).sharded
+        shard = _communicated_parameters(module, start, stop, execution).shard
         fused = self.profile.device.asynchronous
         copied = 0.0
         if fused and not execution.uses_fsdp and self.element_bytes < states.weight:
             copied = states.weight + self.element_bytes
         calls = UPDATE_CALLS * module_tensors(module, start, stop) if fused else 1.0
-        before_ms = self._sum_ms(
+        before_ms = self._operators_ms(
             Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * shard.trained)
         )
         updated = (states.fused if fused else states.updated) + copied
         update = Operator("elementwise", memory_bytes=updated * shard.trained, calls=calls)
-        update_ms = self._sum_ms(update, *self._orthogonal(module, shard, start, stop))
+        update_ms = self._operators_ms(update, *self._muon_operators(module, shard, start, stop))
         # Offloaded states are copied in both directions at the same time, overlapped with updates.
         link = self.profile.device.host_bytes_per_s
         copied_ms = 1e3 * states.visiting * shard.trained / link if link else 0.0
@@ -594,30 +602,30 @@ class CostModel:
 
     def update_bytes(self, module: ModuleDescription, start: int, stop: int) -> UpdateBytes:
         """Return the bytes of a stage on one rank during the update, when activations are freed."""
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         states = execution.states
-        shard = _moved(module, start, stop, execution).sharded
-        room = states.room_bytes(shard.trained)
+        shard = _communicated_parameters(module, start, stop, execution).shard
+        temporary = states.room_bytes(shard.trained)
         if states.orthogonal:
             ranks = execution.sharing
-            for together in matrix_rounds(module, start, stop, ranks, execution.expert):
-                needed = states.room_of_matrices_bytes(together, ranks, self.element_bytes)
-                room = max(room, needed)
+            for matrices in matrix_rounds(module, start, stop, ranks, execution.expert):
+                needed = states.room_of_matrices_bytes(matrices, ranks, self.element_bytes)
+                temporary = max(temporary, needed)
         # Accumulated gradients are float32. The optimizer receives them in the weight dtype.
         gradient_bytes = states.weight * shard.trained
-        held = shard.weight_bytes + shard.optimizer_bytes + gradient_bytes
-        return UpdateBytes(round(held), round(room))
+        persistent = shard.weight_bytes + shard.optimizer_bytes + gradient_bytes
+        return UpdateBytes(round(persistent), round(temporary))
 
-    def _orthogonal(
+    def _muon_operators(
         self, module: ModuleDescription, shard: Parameters, start: int, stop: int
     ) -> list[Operator]:
         """Return the operators of Muon: all-gather, orthogonalization per rank, all-reduce."""
-        execution = self.execution_of(module)
+        execution = self.effective_execution(module)
         ranks = execution.sharing
         if not execution.states.orthogonal or not shard.in_layers:
             return []
         rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
-        flops = sum(matrix.orthogonal_flops for together in rounds for matrix in together)
+        flops = sum(matrix.orthogonal_flops for matrices in rounds for matrix in matrices)
         sent = self.element_bytes * shard.in_layers * execution.shard * (1 - 1 / ranks)
         link = self.group_link(ranks)
         return [
@@ -638,7 +646,9 @@ class CostModel:
         groups = (e.tensor * e.shard * e.replicate for e in self.executions.values())
         return max(groups, default=1)
 
-    def transfers_ms(self, message_bytes: Sequence[float], links: Sequence[Link]) -> list[float]:
+    def transfer_times_ms(
+        self, message_bytes: Sequence[float], links: Sequence[Link]
+    ) -> list[float]:
         """Return the times of messages in ms.
 
         Args:
@@ -647,13 +657,13 @@ class CostModel:
         """
         times_N = np.zeros(len(links))
         for link in set(links):
-            chosen = [i for i, found in enumerate(links) if found == link]
-            sent_N = np.array([message_bytes[i] for i in chosen])
+            indices = [i for i, other in enumerate(links) if other == link]
+            sent_N = np.array([message_bytes[i] for i in indices])
             operator = Operator("p2p", network_bytes=sent_N, link=link)
-            times_N[chosen] = operator_ms(operator, self.profile, self.dtype)
+            times_N[indices] = operator_ms(operator, self.profile, self.dtype)
         return times_N.tolist()
 
-    def gather_rows_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
+    def gather_slices_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
         """Return the times in ms of all-gathering tensors over tensor-parallel ranks.
 
         Args:
@@ -666,16 +676,16 @@ class CostModel:
 
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:
         """Return the time in ms of exchanging and adding the gradient of a tied embedding."""
-        execution = self.execution_of(module)
-        whole = 4 * module.embedding_parameters / (execution.tensor * execution.shard)
-        return self._sum_ms(
-            Operator("p2p", network_bytes=whole, link=link),
-            Operator("elementwise", memory_bytes=3 * whole),
+        execution = self.effective_execution(module)
+        weight_bytes = 4 * module.embedding_parameters / (execution.tensor * execution.shard)
+        return self._operators_ms(
+            Operator("p2p", network_bytes=weight_bytes, link=link),
+            Operator("elementwise", memory_bytes=3 * weight_bytes),
         )
 
-    def _sum_ms(self, *operators: Operator) -> float:
+    def _operators_ms(self, *operators: Operator) -> float:
         """Return the time of operators in ms without overlap."""
-        return self._alone_ms(self._work(*operators))
+        return self._unoverlapped_ms(self._work(*operators))
 
     def _work(self, *operators: Operator) -> Work:
         """Return the work of operators without those that transfer no bytes."""
@@ -686,7 +696,7 @@ class CostModel:
         ]
         return Work.of(made, self.profile, self.dtype, 1)
 
-    def _alone_ms(self, work: Work) -> float:
+    def _unoverlapped_ms(self, work: Work) -> float:
         """Return the time of work in ms without overlap: the longer of device and host time."""
         return float(work.times(self.profile).total_ms[0])
 
@@ -708,14 +718,14 @@ class CostModel:
             stop: Layer after the last layer.
             layerwise: Whether FSDP2 shards each layer.
         """
-        execution = self.execution_of(module)
-        moved = _moved(module, start, stop, execution)
+        execution = self.effective_execution(module)
+        moved = _communicated_parameters(module, start, stop, execution)
         if not (layerwise and execution.reduces_every_microbatch and execution.uses_fsdp):
-            return round(moved.whole.gradient_bytes)
-        outside = moved.whole.trained - moved.whole.in_layers
-        layer = moved.whole.in_layers / max(1, stop - start)
+            return round(moved.unsharded.gradient_bytes)
+        outside = moved.unsharded.trained - moved.unsharded.in_layers
+        layer = moved.unsharded.in_layers / max(1, stop - start)
         passing = (4 + self.element_bytes) * layer + self.element_bytes * outside
-        return round(moved.sharded.gradient_bytes + passing)
+        return round(moved.shard.gradient_bytes + passing)
 
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
@@ -731,14 +741,14 @@ class CostModel:
             stop: Layer after the last layer.
             layerwise: Whether FSDP2 shards each layer. Two layers are then unsharded at a time.
         """
-        execution = self.execution_of(module)
-        moved = _moved(module, start, stop, execution)
+        execution = self.effective_execution(module)
+        moved = _communicated_parameters(module, start, stop, execution)
         gathered = 0.0
         if execution.uses_fsdp and (execution.shard > 1 or self.element_bytes < 4):
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
-            gathered = moved.whole.all * self.element_bytes * share
+            gathered = moved.unsharded.all * self.element_bytes * share
         elif self.element_bytes < execution.states.weight:  # copies in the compute dtype
-            gathered = moved.whole.all * self.element_bytes
-        state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
+            gathered = moved.unsharded.all * self.element_bytes
+        state = moved.shard.weight_bytes + moved.shard.optimizer_bytes
         gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)
         return round(state + gathered) + gradients

@@ -66,11 +66,11 @@ _KEYS = (
     "network",
 )
 _ACTION_TYPES = ("F", "B", "I", "W")
-SWITCH_REDUCES = ("h100", "h200", "h100_grand_teton")
+NVLINK_SHARP_DEVICES = ("h100", "h200", "h100_grand_teton")
 """Devices whose NVLink switches compute reductions (NVLink SHARP)."""
 NETWORK_CURVE = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 47 / 50))
 """Assumed fraction of the network bandwidth. Small sizes have the efficiencies of NVLink."""
-HOST_US: dict[Kind, float] = {
+CPU_HOST_US: dict[Kind, float] = {
     "tensor_linear": 300.0,
     "sequence_exchange": 300.0,
     "shard_unit": 800.0,
@@ -104,7 +104,7 @@ def load_profile(name: str | Path) -> Profile:
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not readable as {path.suffix[1:].upper()}: {error}") from error
-    return profile_from(content, str(path))
+    return parse_profile(content, str(path))
 
 
 def save_profile(path: Path, profile: Profile) -> None:
@@ -152,7 +152,7 @@ def assumed_profile(device: Device) -> Profile:
                 ),
             )
         elif kind in NETWORK_KINDS:
-            in_switch = kind == "all_reduce" and device.name in SWITCH_REDUCES
+            in_switch = kind == "all_reduce" and device.name in NVLINK_SHARP_DEVICES
             reached = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
             curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *reached))
         else:
@@ -163,12 +163,12 @@ def assumed_profile(device: Device) -> Profile:
     overhead = 2.0 if device.asynchronous else 3.0
     network = 15.0 if device.asynchronous else 100.0
     calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
-    calls |= {} if device.asynchronous else HOST_US
+    calls |= {} if device.asynchronous else CPU_HOST_US
     launch_us = 5.0 if device.asynchronous else 0.0
     return Profile(device, curves, calls, launch_us, network=NETWORK_CURVE)
 
 
-def profile_from(content: Mapping[str, Any], where: str) -> Profile:
+def parse_profile(content: Mapping[str, Any], where: str) -> Profile:
     """Parse the content of a profile file.
 
     Args:
@@ -188,7 +188,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
             f"format {content['format']!r} is not supported; this version reads {FORMAT!r}"
         )
     base = load_profile(content["base"]) if "base" in content else None
-    device = _device(content.get("device", {}), base.device if base else None, problems)
+    device = _read_device(content.get("device", {}), base.device if base else None, problems)
     curves: dict[Kind, Curve] = dict(base.efficiency) if base else {}
     _read_curves(content.get("efficiency", {}), curves, problems)
     for kind, other in STAND_INS.items():
@@ -209,8 +209,8 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
                 )
             else:
                 values[key] = float(value)
-    network = _network(content, base, problems)
-    factors = _factors(content.get("factors", {}), problems)
+    network = _read_network_curve(content, base, problems)
+    factors = _read_factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
     if not _is_number(launch_us) or launch_us < 0:
         problems.append(f"launch_us = {launch_us!r}: must be a number >= 0")
@@ -228,7 +228,9 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     )
 
 
-def _device(section: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
+def _read_device(
+    section: Mapping[str, Any], base: Device | None, problems: list[str]
+) -> Device | None:
     known = {f.name for f in fields(Device)}
     problems += (
         f"device.{key}: unknown field; use one of: {', '.join(sorted(known))}"
@@ -279,7 +281,9 @@ def _read_curves(
             problems.append(f"{name} = {value!r}: {error}")
 
 
-def _network(content: Mapping[str, Any], base: Profile | None, problems: list[str]) -> Curve | None:
+def _read_network_curve(
+    content: Mapping[str, Any], base: Profile | None, problems: list[str]
+) -> Curve | None:
     """Return the network efficiency of a file, or of its base."""
     curves: dict[str, Curve] = {}
     if "network" in content:
@@ -287,7 +291,7 @@ def _network(content: Mapping[str, Any], base: Profile | None, problems: list[st
     return curves.get("network", base.network if base else None)
 
 
-def _factors(section: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
+def _read_factors(section: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
     factors: dict[str, dict[str, float]] = {}
     for module, of_module in section.items():
         for kind, value in (

@@ -1,8 +1,8 @@
 """Costs of a step as data (`PlanCosts`), the input of simulators in addition to the plan.
 
-`plan_costs` evaluates the cost model for all actions that a step can consist of. Durations, bytes
-and FLOPs are stored by action, task, stage, message and rank. Simulators, searches and timelines
-are therefore independent of devices and layers, and tests can use hand-written costs. See
+`compute_plan_costs` evaluates the cost model for all actions that a step can consist of. Durations,
+bytes and FLOPs are stored by action, task, stage, message and rank. Simulators, searches and
+timelines are therefore independent of devices and layers, and tests can use hand-written costs. See
 PipeWeaver, section 4 (SEMU): operator costs first, then the simulation of a graph of operators.
 
     modules, microbatches                     CostModel
@@ -28,7 +28,7 @@ Invariants:
 - A task without a backward pass has saved_bytes = 0.
 - The input of a stage is counted once, either as a tensor that its first layer saves or by
   `torchmm.costs.layers.received_bytes`.
-- Times include all tensor-parallel communication. `tensor_ms` is the part that is not overlapped.
+- Times include all tensor-parallel communication. `tp_comm_ms` is the part that is not overlapped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import numpy as np
 
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.optimus.layer_pieces import layer_collectives, layer_pieces
-from torchmm.balance.step_costs import LayerPieces, PlanCosts
+from torchmm.balance.plan_costs import LayerPieces, PlanCosts
 from torchmm.common.batch import MicrobatchMeta, cuda_graph_image_count
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM, VISION
@@ -56,13 +56,13 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, Stag
 from torchmm.pipelining.plan.slices import MessageSlices, Slices
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
 
-Peers = Sequence[Sequence[MicrobatchMeta]]
+PeerMicrobatches = Sequence[Sequence[MicrobatchMeta]]
 """Microbatches of the other ranks of a group, rank by rank."""
 TOKEN_BYTES = 40
 """Input bytes per token: ID, target, position, and indices of targets and of images."""
 
 
-def plan_costs(
+def compute_plan_costs(
     graph: StageGraph,
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
@@ -70,7 +70,7 @@ def plan_costs(
     *,
     targets: Sequence[int] | None = None,
     layerwise: bool = False,
-    peers: Peers = (),
+    peers: PeerMicrobatches = (),
 ) -> PlanCosts:
     """Return the costs of all actions that a step can consist of.
 
@@ -91,28 +91,28 @@ def plan_costs(
             images, or a module without a description.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
-    layout = _checked(graph.layout, modules)
+    layout = _check_modules(graph.layout, modules)
     tasks = {
         m.name: lockstep_tasks(graph, m, microbatches, counts, model.execution(m.name), peers)
         for m in modules
     }
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
-    collected = _Collected()
+    collected = _CostCollector()
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     graphs = [0] * layout.rank_count
     for stage in layout.stages:
         of_module = tasks[stage.module]
         span = of_module.module, stage.start, stage.stop
-        arrives_N = of_module.gradient_arrives_N(graph, stage.index)
+        needs_input_grad_N = of_module.gradient_arrives_N(graph, stage.index)
         cache = caches[stage.module]
         costs = model.stage_costs(
-            *span, of_module.of_ranks, arrives_N, of_module.useful, cache, of_module.ranks
+            *span, of_module.of_ranks, needs_input_grad_N, of_module.useful, cache, of_module.ranks
         )
         collected.gather[stage.index] = model.gather_ms(of_module.module, stage.start, stage.stop)
         collected.reduce[stage.index] = model.reduce_ms(of_module.module, stage.start, stage.stop)
-        costs = _sharded(costs, graph, stage, of_module, model) if layerwise else costs
-        collected.add(graph, stage, of_module, costs, arrives_N)
+        costs = _add_fsdp_costs(costs, graph, stage, of_module, model) if layerwise else costs
+        collected.add(graph, stage, of_module, costs, needs_input_grad_N)
         graphs_bytes = _graph_bytes(
             of_module, costs, model.execution(stage.module), model.element_bytes
         )
@@ -123,25 +123,25 @@ def plan_costs(
             # Activations of one pass in flight are in the memory pool of the CUDA graphs, so they
             # are subtracted from the graph memory.
             static[rank] += max(0, graphs_bytes - round(costs.saved_bytes.max(initial=0.0)))
-    _keep_features(collected.kept, graph, tasks, model.element_bytes)
-    _keep_arriving(collected.kept, graph, tasks, microbatches, model.element_bytes)
-    sent = _sent(graph, tasks, model)
-    _add_gathers(collected, graph, sent, model)
+    _add_feature_bytes(collected.kept, graph, tasks, model.element_bytes)
+    _add_remote_feature_bytes(collected.kept, graph, tasks, microbatches, model.element_bytes)
+    sent = _edge_messages(graph, tasks, model)
+    _add_slice_gathers(collected, graph, sent, model)
     return PlanCosts(
         compute_ms=collected.compute_ms,
-        tensor_ms=collected.tensor_ms,
+        tp_comm_ms=collected.tp_comm_ms,
         gather_ms=collected.gather,
         reduce_ms=collected.reduce,
-        tied_ms=_tied(graph, tasks, model),
-        transfer_ms=_transfers(graph, sent, model),
+        tied_ms=_tied_weight_ms(graph, tasks, model),
+        transfer_ms=_transfer_times_ms(graph, sent, model),
         saved_bytes=collected.kept,
         saved_for_weights_bytes=collected.kept_for_weights,
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
         update_bytes=tuple(map(add, _update_bytes(layout, tasks, model), graphs)),
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
-        runs_beside=model.profile.device.asynchronous,
-        pieces=_pieces(tasks, model),
+        overlaps_communication=model.profile.device.asynchronous,
+        pieces=_layer_pieces(tasks, model),
         collectives=layer_collectives(model.execution(LLM)),
     )
 
@@ -152,7 +152,7 @@ def lockstep_tasks(
     microbatches: Sequence[MicrobatchMeta],
     targets: Sequence[int],
     execution: Execution,
-    peers: Peers,
+    peers: PeerMicrobatches,
 ) -> ModuleTasks:
     """Return the tasks of a module and the same tasks on all ranks that run them in lockstep.
 
@@ -172,20 +172,20 @@ def lockstep_tasks(
     local = module_tasks(graph, module, microbatches, targets)
     if graph.layout.rank_count > 1 and execution.expert == 1:
         return local
-    others = tuple(
+    peer_tasks = tuple(
         module_tasks(graph, module, metas, [text_tokens(meta) for meta in metas]).sizes
         for metas in peers
     )
-    return replace(local, others=others)
+    return replace(local, others=peer_tasks)
 
 
-def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
+def _check_modules(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
     if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
         raise ValueError(f"no descriptions of the modules {sorted(missing)} of the layout")
     return layout
 
 
-def _pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
+def _layer_pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
     """Return the sub-layer chunks of the encoder layers, by module name."""
     return {
         name: layer_pieces(of_module.module.layers[0], of_module.sizes, model.execution(name))
@@ -241,14 +241,14 @@ def _update_bytes(
 ) -> tuple[int, ...]:
     """Return the bytes in use on each rank while the optimizer updates the stages sequentially."""
     inputs = sum(map(_input_bytes, tasks.values()))
-    held = [inputs] * layout.rank_count
-    transient = [0] * layout.rank_count
+    persistent = [inputs] * layout.rank_count
+    temporary = [0] * layout.rank_count
     for stage in layout.stages:
         update = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
         for rank in stage.ranks:
-            held[rank] += update.held
-            transient[rank] = max(transient[rank], update.room)
-    return tuple(map(sum, zip(held, transient, strict=True)))
+            persistent[rank] += update.persistent
+            temporary[rank] = max(temporary[rank], update.temporary)
+    return tuple(map(sum, zip(persistent, temporary, strict=True)))
 
 
 def slowest_update_ms(
@@ -270,7 +270,7 @@ def slowest_update_ms(
     return max(times_ms)
 
 
-def _sharded(
+def _add_fsdp_costs(
     costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
 ) -> StageCosts:
     """Return the costs of a stage with the FSDP2 communication of each layer.
@@ -285,24 +285,26 @@ def _sharded(
     if execution.shard > 1 or model.element_bytes < execution.states.weight:
         gather = model.gather_work(tasks.module, stage.start, stage.stop)
     last_N, earlier_N = np.zeros((2, len(tasks.keys)))
-    back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    last_N[back[-1:]] = 1.0
-    earlier_N[back[:-1]] = float(execution.reduces_every_microbatch)
+    with_backward = [
+        i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])
+    ]
+    last_N[with_backward[-1:]] = 1.0
+    earlier_N[with_backward[:-1]] = float(execution.reduces_every_microbatch)
     reduce = Work.none(1)
     for replicas, times_N in ((True, last_N), (False, earlier_N)):
         work = model.reduce_work(tasks.module, stage.start, stage.stop, replicas=replicas)
         reduce = reduce.plus(work, times_N)
-    hides = model.profile.device.asynchronous
-    pieces = stage.stop - stage.start + 1
-    return costs.sharded(gather, reduce, pieces, hides)
+    overlaps = model.profile.device.asynchronous
+    units = stage.stop - stage.start + 1
+    return costs.sharded(gather, reduce, units, overlaps)
 
 
 @dataclass
-class _Collected:
+class _CostCollector:
     """Costs of all stages, by action and task."""
 
     compute_ms: dict[Action, float] = field(default_factory=dict)
-    tensor_ms: dict[Action, float] = field(default_factory=dict)
+    tp_comm_ms: dict[Action, float] = field(default_factory=dict)
     flops: dict[Action, float] = field(default_factory=dict)
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
@@ -317,7 +319,7 @@ class _Collected:
         stage: StageSpec,
         tasks: ModuleTasks,
         costs: StageCosts,
-        arrives_N: np.ndarray,
+        needs_input_grad_N: np.ndarray,
     ) -> None:
         """Add the costs of the tasks of a stage.
 
@@ -328,7 +330,7 @@ class _Collected:
         keys = [Task(index, *key) for key in tasks.keys]
         needs = [graph.needs_backward(index, i) for i in range(graph.microbatches)]
         backward = [needs[task.microbatch] for task in keys]
-        splits = arrives_N.tolist()
+        splits = needs_input_grad_N.tolist()
         flops = costs.flops
         both_N = flops.inputs_N + flops.weights_N
         for kind, times, flops_N, present in (
@@ -338,12 +340,14 @@ class _Collected:
             (ActionType.W, costs.weights, flops.weights_N, splits if stage.trainable else []),
         ):
             actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
-            chosen = [i for i, p in enumerate(present) if p]
-            self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
-            shares_N = flops_N[chosen] / len(graph.layout.mirror_stages[index])
+            indices = [i for i, p in enumerate(present) if p]
+            self.compute_ms.update(zip(actions, times.total_ms[indices].tolist(), strict=True))
+            shares_N = flops_N[indices] / len(graph.layout.mirror_stages[index])
             self.flops.update(zip(actions, shares_N.tolist(), strict=True))
-            if times.tensor_ms.any():
-                self.tensor_ms.update(zip(actions, times.tensor_ms[chosen].tolist(), strict=True))
+            if times.tp_comm_ms.any():
+                self.tp_comm_ms.update(
+                    zip(actions, times.tp_comm_ms[indices].tolist(), strict=True)
+                )
         for task, kept, waiting, has in zip(
             keys,
             costs.saved_bytes.tolist(),
@@ -355,21 +359,21 @@ class _Collected:
             self.kept_for_weights[task] = round(waiting) if has else 0
 
 
-def _keep_features(
+def _add_feature_bytes(
     kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
 ) -> None:
     """Add tensors that are sent between stages to the kept bytes of the receiving tasks.
 
     - Encoder outputs that the LLM receives. They are autograd leaves. Outputs of several
       sub-microbatches are also saved as one concatenated tensor, which doubles the bytes.
-    - Values that are sent in addition to hidden states within a module (`_beside`).
-    - The context of a generator (`_keep_context`).
+    - Values that are sent in addition to hidden states within a module (`_extra_values`).
+    - The context of a generator (`_add_context_bytes`).
     """
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
         module = tasks[stages[source].module].module
         if stages[destination].module == module.name:
-            for key, values in _beside(graph.layout, (source, destination), tasks).items():
+            for key, values in _extra_values(graph.layout, (source, destination), tasks).items():
                 message = Message(source, destination, *key)
                 if graph.computes_gradient(message):
                     cuts = graph.slices(message)
@@ -380,7 +384,7 @@ def _keep_features(
                     )
             continue
         if module.kind == "llm":
-            _keep_context(kept, graph, (source, destination), tasks, element_bytes)
+            _add_context_bytes(kept, graph, (source, destination), tasks, element_bytes)
         if module.kind != "encoder":
             continue
         of_module = tasks[module.name]
@@ -396,7 +400,7 @@ def _keep_features(
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
 
 
-def _keep_arriving(
+def _add_remote_feature_bytes(
     kept: dict[Task, int],
     graph: StageGraph,
     tasks: Mapping[str, ModuleTasks],
@@ -436,7 +440,7 @@ def _saved_fraction(cut: Slices | None) -> float:
     return cut.gathered + 1 / cut.destination
 
 
-def _keep_context(
+def _add_context_bytes(
     kept: dict[Task, int],
     graph: StageGraph,
     edge: tuple[int, int],
@@ -455,10 +459,10 @@ def _keep_context(
         message = Message(*edge, *key)
         if graph.computes_gradient(message):
             task = Task(edge[1], *key)
-            held = (
+            nbytes = (
                 _saved_fraction(graph.slices(message).additional) * element_bytes * tokens * width
             )
-            kept[task] = kept.get(task, 0) + round(held)
+            kept[task] = kept.get(task, 0) + round(nbytes)
 
 
 def _input_bytes(tasks: ModuleTasks) -> int:
@@ -476,8 +480,8 @@ def _input_bytes(tasks: ModuleTasks) -> int:
     return round(module.input_value_bytes * values * sizes.inputs_N.sum())
 
 
-def _transfers(
-    graph: StageGraph, sent: Mapping[tuple[int, int], _Sent], model: CostModel
+def _transfer_times_ms(
+    graph: StageGraph, sent: Mapping[tuple[int, int], _EdgeMessages], model: CostModel
 ) -> dict[tuple[Message, bool], float]:
     """Return the times in ms of all messages and gradients between ranks.
 
@@ -497,17 +501,20 @@ def _transfers(
             if transfer.source == transfer.destination:
                 continue
             link = model.pipeline_link(transfer.source, transfer.destination)
-        sent_over[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
-    times_ms = model.transfers_ms(
+        sent_over[message, transfer.backward] = (
+            sent[edge].sent_bytes(message, transfer.backward),
+            link,
+        )
+    times_ms = model.transfer_times_ms(
         [n for n, _ in sent_over.values()], [k for _, k in sent_over.values()]
     )
     return dict(zip(sent_over, times_ms, strict=True))
 
 
-def _add_gathers(
-    collected: _Collected,
+def _add_slice_gathers(
+    collected: _CostCollector,
     graph: StageGraph,
-    sent: Mapping[tuple[int, int], _Sent],
+    sent: Mapping[tuple[int, int], _EdgeMessages],
     model: CostModel,
 ) -> None:
     """Add the times of all-gathering message slices over tensor-parallel ranks.
@@ -525,12 +532,12 @@ def _add_gathers(
         cuts = (
             layout.slices(*edge, same_rank=False) if edge in open_edges else graph.slices(message)
         )
-        cut_bytes = sent[edge].cut_bytes(message, cuts)
-        if not cut_bytes:
+        gathered_bytes = sent[edge].gathered_bytes(message, cuts)
+        if not gathered_bytes:
             continue
         source, destination = sent[edge].sizes
         forward = Action(ActionType.F, *graph.consumer(message))
-        gathers.append(((forward,), destination, cut_bytes))
+        gathers.append(((forward,), destination, gathered_bytes))
         if graph.sends_gradient(message):
             producer = graph.producer(message)
             backward = Action(ActionType.B, *producer), Action(ActionType.I, *producer)
@@ -538,19 +545,19 @@ def _add_gathers(
             share = (
                 1 / layout.mirrors_per_source(*edge) if graph.splits_among_mirrors(message) else 1.0
             )
-            gathers.append((backward, source, share * cut_bytes))
+            gathers.append((backward, source, share * gathered_bytes))
     for size in {size for _, size, _ in gathers if size > 1}:
         chosen = [(actions, n) for actions, ranks, n in gathers if ranks == size]
-        times_ms = model.gather_rows_ms([n for _, n in chosen], size)
+        times_ms = model.gather_slices_ms([n for _, n in chosen], size)
         for (actions, _), ms in zip(chosen, times_ms, strict=True):
             for action in actions:
                 if action in collected.compute_ms:
                     collected.compute_ms[action] += ms
-                    collected.tensor_ms[action] = collected.tensor_ms.get(action, 0.0) + ms
+                    collected.tp_comm_ms[action] = collected.tp_comm_ms.get(action, 0.0) + ms
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _EdgeMessages:
     """Bytes of the unsliced messages over an edge, by (microbatch, sub-microbatch)."""
 
     slices: MessageSlices
@@ -564,7 +571,7 @@ class _Sent:
     others: Mapping[tuple[int, int], float]
     """Bytes of all other tensors of the message."""
 
-    def on_wire(self, message: Message, backward: bool) -> float:
+    def sent_bytes(self, message: Message, backward: bool) -> float:
         """Return the bytes of a message, or of its gradient, on the most loaded rank."""
         key = message[2:]
         parts = (self.hidden, self.slices.hidden), (self.others, self.slices.additional)
@@ -576,30 +583,30 @@ class _Sent:
         source, destination = self.groups[::-1] if backward else self.groups
         return max(1, -(-destination // source))  # copies if more ranks receive the full tensor
 
-    def cut_bytes(self, message: Message, cuts: MessageSlices) -> float:
+    def gathered_bytes(self, message: Message, cuts: MessageSlices) -> float:
         """Return the bytes of a message that the ranks of its consumer all-gather."""
         key = message[2:]
         parts = (self.hidden, cuts.hidden), (self.others, cuts.additional)
         return sum(n[key] for n, cut in parts if cut is not None and cut.gathered and key in n)
 
 
-def _sent(
+def _edge_messages(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
-) -> dict[tuple[int, int], _Sent]:
+) -> dict[tuple[int, int], _EdgeMessages]:
     """Return the message bytes of each edge."""
     layout = graph.layout
     by_edge = {}
     for edge in layout.edges:
         source, destination = edge
         # The module with sub-microbatches defines the sizes of messages.
-        divided = layout.has_sub_microbatches(destination) and not layout.has_sub_microbatches(
-            source
-        )
-        of_module = tasks[layout.stages[destination if divided else source].module]
+        uses_destination = layout.has_sub_microbatches(
+            destination
+        ) and not layout.has_sub_microbatches(source)
+        of_module = tasks[layout.stages[destination if uses_destination else source].module]
         hidden = dict(
             zip(of_module.keys, _message_bytes(layout, edge, of_module, model), strict=True)
         )
-        beside = _beside(layout, edge, tasks).items()
+        beside = _extra_values(layout, edge, tasks).items()
         others = {key: model.element_bytes * values for key, values in beside}
         # Intermediate features for DeepStack connectors have the slices of hidden states.
         if of_module.module.kind == "encoder":
@@ -608,7 +615,7 @@ def _sent(
         sizes = layout.tensor_parallelism(source).size, layout.tensor_parallelism(destination).size
         groups = layout.tensor_group_size(source), layout.tensor_group_size(destination)
         cuts = layout.slices(*edge, same_rank=False)
-        by_edge[edge] = _Sent(cuts, sizes, groups, hidden, others)
+        by_edge[edge] = _EdgeMessages(cuts, sizes, groups, hidden, others)
     return by_edge
 
 
@@ -628,7 +635,7 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     return (NETWORK if NETWORK in links else NODE) if links else None
 
 
-def _beside(
+def _extra_values(
     layout: StageLayout, edge: tuple[int, int], tasks: Mapping[str, ModuleTasks]
 ) -> dict[tuple[int, int], float]:
     """Return the number of values that are sent in addition to hidden states, by task.
@@ -685,7 +692,7 @@ def _message_bytes(
     return (model.element_bytes * values_N).tolist()
 
 
-def _tied(
+def _tied_weight_ms(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> dict[int, float]:
     """Return the times in ms of REDUCE_TIED for weights on two stages, by stage."""

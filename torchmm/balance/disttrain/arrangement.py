@@ -16,9 +16,13 @@ from functools import partial
 import torch
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.disttrain.reordering.step import OrderedLayout, OrderOfStep, StepReorder
-from torchmm.balance.image_shares import ImageBalance
-from torchmm.balance.run_costs import run_costs, run_profile
+from torchmm.balance.disttrain.reordering.step_reorder import (
+    ScheduledLayout,
+    StepOrderFunction,
+    StepReorder,
+)
+from torchmm.balance.image_balancing import ImageBalancer
+from torchmm.balance.run_costs import build_cost_model, load_run_profile
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
@@ -29,7 +33,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
 
 
-def arrangement(
+def build_step_reorder(
     run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     model: CostModel,
@@ -40,15 +44,15 @@ def arrangement(
     Args:
         run: Recipe and parallelism degrees.
         modules: Encoders, LLM and generator with all layers.
-        model: Costs of the modules as executed (`run_costs`).
+        model: Costs of the modules as executed (`build_cost_model`).
         layout: Stages of the modules.
     """
     mode = run.recipe.data.reorder
-    shares_images = run.recipe.data.balance == "images"
+    balances_images = run.recipe.data.balance == "images"
     return StepReorder(
         modules,
         model,
-        ordered_layout(run.recipe.parallel, layout)._replace(shares_images=shares_images),
+        layout_with_schedule(run.recipe.parallel, layout)._replace(balances_images=balances_images),
         run.data_parallel_size,
         run.recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
@@ -57,14 +61,14 @@ def arrangement(
     )
 
 
-def run_arrangement(
+def build_run_reorder(
     run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     parallel: ParallelConfig,
     layout: StageLayout,
     device: torch.device,
 ) -> StepReorder | None:
-    """Return the `arrangement` of a run on a device. None if packs are not reordered.
+    """Return the `build_step_reorder` of a run on a device. None if packs are not reordered.
 
     Args:
         run: Recipe and parallelism degrees.
@@ -75,32 +79,34 @@ def run_arrangement(
     """
     if not run.recipe.data.is_reordered:
         return None
-    costs = run_costs(run, modules, run_profile(run.recipe, device))
-    return arrangement(run.with_parallel(parallel), modules, costs, layout)
+    costs = build_cost_model(run, modules, load_run_profile(run.recipe, device))
+    return build_step_reorder(run.with_parallel(parallel), modules, costs, layout)
 
 
-def run_balance(
+def build_run_image_balancer(
     run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     parallel: ParallelConfig,
     layout: StageLayout,
     device: torch.device,
-) -> ImageBalance | None:
-    """Return the `image_balance` of a run. The parameters are those of `run_arrangement`."""
-    return image_balance(run.recipe, modules)
+) -> ImageBalancer | None:
+    """Return the image balancer of a run. The parameters are those of `build_run_reorder`."""
+    return build_image_balancer(run.recipe, modules)
 
 
-def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
+def build_image_balancer(
+    recipe: Recipe, modules: Sequence[ModuleDescription]
+) -> ImageBalancer | None:
     """Return the balance that `data.balance` requests. None if each rank reads its local images."""
     if recipe.data.balance != "images":
         return None
-    return ImageBalance(tuple(module for module in modules if module.kind != "llm"))
+    return ImageBalancer(tuple(module for module in modules if module.kind != "llm"))
 
 
-def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayout:
+def layout_with_schedule(parallel: ParallelConfig, layout: StageLayout) -> ScheduledLayout:
     """Return a layout with the schedule of [parallel]."""
     schedule = find_schedule(parallel.schedule)
-    order: OrderOfStep | None = None
+    order: StepOrderFunction | None = None
     # Other schedules depend on the batch, or split backward passes.
     if (
         schedule is not None
@@ -108,17 +114,17 @@ def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayo
         and not schedule.splits_backward
     ):
         order = partial(order_step, config=parallel)
-    return OrderedLayout(layout, parallel.schedule, order)
+    return ScheduledLayout(layout, parallel.schedule, order)
 
 
-def dealt(
+def reorder_first_step(
     run: ResolvedRecipe,
     modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,
     packs: Sequence[MicrobatchMeta],
 ) -> list[list[MicrobatchMeta]]:
-    """Return the microbatches of each data-parallel rank after `arrangement`.
+    """Return the microbatches of each data-parallel rank after `build_step_reorder`.
 
     Args:
         run: Recipe and parallelism degrees.
@@ -127,10 +133,12 @@ def dealt(
         layout: Stages of the modules.
         packs: Packs of the global batch, each as a separate microbatch.
     """
-    return reordered(arrangement(run, modules, model, layout), packs)
+    return apply_reorder(build_step_reorder(run, modules, model, layout), packs)
 
 
-def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:
+def apply_reorder(
+    reorder: StepReorder, packs: Sequence[MicrobatchMeta]
+) -> list[list[MicrobatchMeta]]:
     """Return the microbatches of each data-parallel rank of a global batch.
 
     Args:

@@ -6,7 +6,7 @@ from torchmm.recipe.explain import Problem, Problems
 from torchmm.recipe.recipe import Recipe
 
 
-def check_balance(recipe: Recipe, world_size: int | None) -> Problems:
+def check_image_balancing(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield keys that `data.balance` = "images" does not support."""
     data = recipe.data
     parallel = recipe.parallel

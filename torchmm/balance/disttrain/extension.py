@@ -4,10 +4,10 @@ from torchmm.common.extensions import Entries, Entry
 
 ENTRIES: Entries = {
     "recipe_checks": [
-        Entry("balance", "torchmm.balance.disttrain.checks:check_balance"),
+        Entry("balance", "torchmm.balance.disttrain.checks:check_image_balancing"),
     ],
     "step_arrangements": [
-        Entry("data.reorder", "torchmm.balance.disttrain.arrangement:run_arrangement"),
-        Entry("data.balance", "torchmm.balance.disttrain.arrangement:run_balance"),
+        Entry("data.reorder", "torchmm.balance.disttrain.arrangement:build_run_reorder"),
+        Entry("data.balance", "torchmm.balance.disttrain.arrangement:build_run_image_balancer"),
     ],
 }

@@ -6,7 +6,7 @@ from torchmm.recipe.explain import Problem, Problems
 from torchmm.recipe.recipe import Recipe
 
 
-def check_tensor_bubbles(recipe: Recipe, world_size: int | None) -> Problems:
+def check_tp_comm_fraction(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield keys that `parallel.tp_comm_fraction` does not support."""
     parallel = recipe.parallel
     key = "parallel.tp_comm_fraction"

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmm.balance.picoseconds import SimulationError, duration_problem
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.costs.sizes import Array
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageSpec
@@ -37,16 +37,16 @@ class EncoderWork:
         name: Name of the module.
         tasks: (microbatch, sub-microbatch) of each task, sorted.
         devices_MS: First of the `width` devices that run each stage of each pipeline. An LLM rank
-            has `tensor_groups` devices with numbers rank * tensor_groups + group.
+            has `devices_per_rank` devices with numbers rank * devices_per_rank + group.
         forward_ms_NSK: Durations of forward kernels.
         backward_ms_NSK: Durations of backward kernels. The number of kernels can differ from
             forward.
-        tensor_groups: Devices per LLM rank, equal for all encoders.
+        devices_per_rank: Devices per LLM rank, equal for all encoders.
         forward_links_K: Whether each forward kernel communicates. None if no kernel does.
         backward_links_K: Whether each backward kernel communicates. None if no kernel does.
-        hop_ms_NS: Transfer time from the rank of a stage to that of the next stage, and from the
-            last stage to the first LLM rank. 0 on the same rank. Gradients have the same time. None
-            for 0.
+        transfer_ms_NS: Transfer time from the rank of a stage to that of the next stage, and from
+            the last stage to the first LLM rank. 0 on the same rank. Gradients have the same time.
+            None for 0.
         width: Number of adjacent devices that run the kernels together as a tensor-parallel group.
 
     Raises:
@@ -58,10 +58,10 @@ class EncoderWork:
     devices_MS: NDArray[np.int32]
     forward_ms_NSK: Array
     backward_ms_NSK: Array
-    tensor_groups: int = 1
+    devices_per_rank: int = 1
     forward_links_K: NDArray[np.bool_] | None = None
     backward_links_K: NDArray[np.bool_] | None = None
-    hop_ms_NS: Array | None = None
+    transfer_ms_NS: Array | None = None
     width: int = 1
 
     def __post_init__(self) -> None:
@@ -98,10 +98,10 @@ class EncoderWork:
         )
 
     @property
-    def hops_ms_NS(self) -> Array:
-        """Transfer times of `hop_ms_NS`, or zeros."""
+    def transfer_times_ms_NS(self) -> Array:
+        """Transfer times of `transfer_ms_NS`, or zeros."""
         shape = self.forward_ms_NSK.shape[:2]
-        return np.zeros(shape) if self.hop_ms_NS is None else self.hop_ms_NS
+        return np.zeros(shape) if self.transfer_ms_NS is None else self.transfer_ms_NS
 
     @property
     def busy_ms(self) -> float:
@@ -155,10 +155,12 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
         for index, stage in enumerate(stages):
             for row, task in enumerate(tasks):
                 action = Action(ActionType.F, stage.index, *task)
-                forward[row, position, index] = _cost(costs, action, problems)
+                forward[row, position, index] = _compute_ms(costs, action, problems)
                 if graph.needs_backward(stage.index, task[0]):
                     action = Action(ActionType.B, stage.index, *task)
-                    backward[row, position, -len(stages) + index] = _cost(costs, action, problems)
+                    backward[row, position, -len(stages) + index] = _compute_ms(
+                        costs, action, problems
+                    )
         last = stages[-1].index
         after = graph.layout.destinations[last][0]  # all mirrors receive the same message
         for row, task in enumerate(tasks):
@@ -174,13 +176,13 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
         devices,
         forward,
         backward,
-        tensor_groups=graph.layout.mirror_count,
+        devices_per_rank=graph.layout.mirror_count,
         width=len(graph.layout.mirror_stages[groups[0][0].index]),
-        hop_ms_NS=hop,
+        transfer_ms_NS=hop,
     )
 
 
-def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:
+def split_kernels(work: EncoderWork, pieces: int) -> EncoderWork:
     """Split every kernel into equal pieces, for bubbles that are shorter than a kernel."""
 
     def cut(ms_NSK: Array) -> Array:
@@ -196,7 +198,7 @@ def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:
     )
 
 
-def _cost(costs: PlanCosts, action: Action, problems: list[str]) -> float:
+def _compute_ms(costs: PlanCosts, action: Action, problems: list[str]) -> float:
     duration_ms = costs.compute_ms.get(action)
     if duration_ms is None:
         problems.append(f"{action} has no duration; compute the costs from the graph of this step")

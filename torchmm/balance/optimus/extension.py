@@ -4,7 +4,7 @@ from torchmm.common.extensions import Entries, Entry
 
 ENTRIES: Entries = {
     "recipe_checks": [
-        Entry("tp_comm_fraction", "torchmm.balance.optimus.checks:check_tensor_bubbles"),
+        Entry("tp_comm_fraction", "torchmm.balance.optimus.checks:check_tp_comm_fraction"),
     ],
     "plan_checks": [
         Entry(
@@ -14,9 +14,9 @@ ENTRIES: Entries = {
         ),
     ],
     "action_runners": [
-        Entry("launches", "torchmm.balance.optimus.ahead:run_ahead"),
+        Entry("launches", "torchmm.balance.optimus.encoder_overlap:run_encoder_overlap"),
     ],
     "layer_stops": [
-        Entry("pieces", "torchmm.balance.optimus.pieces:stop_in_layers"),
+        Entry("pieces", "torchmm.balance.optimus.yield_points:insert_yield_points"),
     ],
 }

@@ -2,12 +2,12 @@
 
 During such a collective, a rank computes nothing, but for less time than an encoder layer takes. A
 plan may therefore give each LLM action an `EncoderLaunch`: the encoder actions that may start in
-it, and the number of pieces (`torchmm.balance.optimus.pieces`) that run during each of its
+it, and the number of pieces (`torchmm.balance.optimus.yield_points`) that run during each of its
 collectives.
 
-The compute order stays the same. The rest of an encoder action runs at its place in the program,
+The compute order stays the same. The rest of an encoder action runs at its position in the program,
 and its results are sent from there. An action may start in an LLM action only if all its inputs
-have arrived. `with_launches` therefore moves the waits for these inputs before the LLM action.
+have arrived. `add_launches` therefore moves the waits for these inputs before the LLM action.
 Receives stay where they are, so other ranks are not affected.
 
 The tensor-parallel ranks of a group are one rank of the plan. They run the same pieces during the
@@ -27,7 +27,7 @@ from torchmm.pipelining.plan.transfers import RECV, WAIT
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
 
-def with_launches(plan: PipelinePlan, launches: Mapping[Action, EncoderLaunch]) -> PipelinePlan:
+def add_launches(plan: PipelinePlan, launches: Mapping[Action, EncoderLaunch]) -> PipelinePlan:
     """Return a plan with launches added to it.
 
     An action whose inputs are received too late does not start early, and neither do the encoder
@@ -50,8 +50,8 @@ def with_launches(plan: PipelinePlan, launches: Mapping[Action, EncoderLaunch]) 
                 continue
             starting: list[Action] = []
             for action in launches[llm].encoder_actions:
-                place = moved.index(llm)
-                if place < blocked_until or not _move_waits(moved, place, action, book, rank):
+                position = moved.index(llm)
+                if position < blocked_until or not _move_waits(moved, position, action, book, rank):
                     blocked_until = max(blocked_until, moved.index(action))
                     break
                 starting.append(action)
@@ -61,7 +61,7 @@ def with_launches(plan: PipelinePlan, launches: Mapping[Action, EncoderLaunch]) 
 
 
 def _move_waits(
-    program: list[Action], place: int, action: Action, book: PlanRules, rank: int
+    program: list[Action], position: int, action: Action, book: PlanRules, rank: int
 ) -> bool:
     """Move the waits for the inputs of an action to a position.
 
@@ -70,13 +70,13 @@ def _move_waits(
     """
     rules = book.rules[rank]
     needs = set(rules[action].requires)
-    waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].establishes)]
-    received = set(program[:place])
+    waits = [a for a in program[position:] if a.type in WAIT and needs & set(rules[a].establishes)]
+    received = set(program[:position])
     if any(wait._replace(type=RECV[WAIT.index(wait.type)]) not in received for wait in waits):
         return False
     for wait in waits:
         program.remove(wait)
-    program[place:place] = waits
+    program[position:position] = waits
     return True
 
 
@@ -89,7 +89,7 @@ def launch_problems(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem
     for rank, program in enumerate(plan.actions):
         waiting = [a for a in reversed(program) if a.type in COMPUTE and a.stage in encoders]
         started: set[Action] = set()
-        for place, llm in enumerate(program):
+        for position, llm in enumerate(program):
             if waiting and llm == waiting[-1]:
                 waiting.pop()
             if llm not in unknown:
@@ -98,10 +98,10 @@ def launch_problems(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem
             if llm.stage in encoders or llm.type not in COMPUTE:
                 text = "only actions of the LLM can launch encoder layers"
             else:
-                text = _problem(plan, book, rank, place, waiting, started)
+                text = _launch_problem(plan, book, rank, position, waiting, started)
             if text:
-                remedy = "create launches with with_launches"
-                yield PlanProblem("dependency", rank, place, llm, text, remedy)
+                remedy = "create launches with add_launches"
+                yield PlanProblem("dependency", rank, position, llm, text, remedy)
     for action in unknown:
         text = "launches belong to an action that is not in the plan"
         yield PlanProblem(
@@ -109,11 +109,11 @@ def launch_problems(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem
         )
 
 
-def _problem(
+def _launch_problem(
     plan: PipelinePlan,
     book: PlanRules,
     rank: int,
-    place: int,
+    position: int,
     waiting: list[Action],
     started: set[Action],
 ) -> str:
@@ -123,14 +123,14 @@ def _problem(
         plan: Plan with launches.
         book: Rules of the plan.
         rank: Rank of the launch.
-        place: Index of the LLM action in the program of the rank.
+        position: Index of the LLM action in the program of the rank.
         waiting: Encoder actions that have not started, last one first; updated.
         started: Encoder actions that have started early; updated.
     """
-    launch = plan.launches[plan.actions[rank][place]]
+    launch = plan.launches[plan.actions[rank][position]]
     if min(launch.pieces_per_collective, default=0) < 0:
         return f"launches {list(launch.pieces_per_collective)} pieces"
-    later = set(plan.actions[rank][place:])
+    later = set(plan.actions[rank][position:])
     for action in launch.encoder_actions:
         following = waiting.pop() if waiting else None
         if action != following:

@@ -1,6 +1,6 @@
 """Pieces of encoder layers, and number of collectives of LLM layers.
 
-Encoder layers can run in pieces while the LLM communicates. `torchmm.balance.optimus.pieces`
+Encoder layers can run in pieces while the LLM communicates. `torchmm.balance.optimus.yield_points`
 defines the points at which they stop. The cost model has times of complete actions only.
 Computation is divided among pieces in proportion to FLOPs, including those of attention scores.
 Operations between matmuls (norms, activation functions) are part of the adjacent matmul. All
@@ -12,13 +12,13 @@ windows that differ between layers are ignored.
 
 from __future__ import annotations
 
-from torchmm.balance.step_costs import LayerPieces, Piece
+from torchmm.balance.plan_costs import LayerPiece, LayerPieces
 from torchmm.common.layers import LayerDescription
 from torchmm.costs.execution import Execution
 from torchmm.costs.layers import layer_flops, layer_linears
 from torchmm.costs.sizes import TaskSizes
 
-FORWARD_SHARE = 1 / 3
+RECOMPUTE_FORWARD_FRACTION = 1 / 3
 """Fraction of a backward pass with recomputation that is the forward pass."""
 
 
@@ -41,11 +41,13 @@ def layer_pieces(layer: LayerDescription, sizes: TaskSizes, execution: Execution
     total = (sum(matmuls) + attention) or 1.0
     qkv, output, up, down = (flops / total for flops in matmuls)
     halves = (qkv, attention / total, output), (up, 0.0, down)
-    forward = [piece for half in halves for piece in _part(*half, execution)]
-    backward = [piece for half in halves[::-1] for piece in _part(*half[::-1], execution)]
+    forward = [piece for half in halves for piece in _block_pieces(*half, execution)]
+    backward = [piece for half in halves[::-1] for piece in _block_pieces(*half[::-1], execution)]
     if execution.recompute == "full":
-        first = [Piece(FORWARD_SHARE * share, sends) for share, sends in forward]
-        backward = first + [Piece((1 - FORWARD_SHARE) * share, sends) for share, sends in backward]
+        first = [LayerPiece(RECOMPUTE_FORWARD_FRACTION * share, sends) for share, sends in forward]
+        backward = first + [
+            LayerPiece((1 - RECOMPUTE_FORWARD_FRACTION) * share, sends) for share, sends in backward
+        ]
     return LayerPieces(tuple(forward), tuple(backward))
 
 
@@ -57,8 +59,10 @@ def layer_collectives(execution: Execution) -> tuple[int, int]:
     return each, each * (2 if execution.recompute == "full" else 1)
 
 
-def _part(first: float, inner: float, last: float, execution: Execution) -> list[Piece]:
+def _block_pieces(
+    first: float, inner: float, last: float, execution: Execution
+) -> list[LayerPiece]:
     """Return the pieces of attention or MLP. Backward passes have the matmuls in reverse order."""
     split = execution.tensor > 1
-    gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
-    return [*gathers, Piece(first, False), Piece(inner, False), Piece(last, split)]
+    gathers = [LayerPiece(0.0, True)] if split and execution.sequence_parallel else []
+    return [*gathers, LayerPiece(first, False), LayerPiece(inner, False), LayerPiece(last, split)]

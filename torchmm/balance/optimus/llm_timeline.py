@@ -25,17 +25,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s
-from torchmm.balance.optimus.free_time import (
-    FreeTime,
-    Pieces,
-    Spans,
-    complement,
-    spans_of,
+from torchmm.balance.numba_utils import Int64s
+from torchmm.balance.optimus.idle_intervals import (
+    ActionPieces,
+    BusyIntervals,
+    IdleIntervals,
+    busy_intervals,
+    complement_intervals,
 )
 from torchmm.balance.picoseconds import SimulationError, to_picoseconds
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder, UnshardMode
@@ -76,13 +76,13 @@ class LlmTimeline:
         graph: Tasks of the complete step. Stages without an action belong to encoders.
         ranks: Actions and times of each pipeline rank of the LLM.
         entry_rank: Rank of the first LLM stage.
-        needed_ps: F_i of each microbatch.
-        returned_ps: B_i of each microbatch. -1 without a backward pass.
-        gathered_ps: Time at which the encoder parameters of each rank are unsharded.
-        own_reduce_ps: Gradient reduction time of each LLM stage.
+        deadline_ps: F_i of each microbatch.
+        gradient_ready_ps: B_i of each microbatch. -1 without a backward pass.
+        unsharded_ps: Time at which the encoder parameters of each rank are unsharded.
+        llm_reduce_ps: Gradient reduction time of each LLM stage.
         encoder_reduce_ps: Gradient reduction time of the encoders of each rank, after its last
             action.
-        reduction_hides: Whether ranks compute during gradient reduction.
+        overlaps_reduction: Whether ranks compute during gradient reduction.
         pieces: Returns the communication and computation pieces of an action.
         compiled: Task graph that computes the times.
         nodes: Node of each action in `compiled`.
@@ -91,13 +91,13 @@ class LlmTimeline:
     graph: StageGraph
     ranks: tuple[RankActions, ...]
     entry_rank: int
-    needed_ps: Int64s
-    returned_ps: Int64s
-    gathered_ps: Int64s
-    own_reduce_ps: Mapping[int, int]
+    deadline_ps: Int64s
+    gradient_ready_ps: Int64s
+    unsharded_ps: Int64s
+    llm_reduce_ps: Mapping[int, int]
     encoder_reduce_ps: Int64s
-    reduction_hides: bool
-    pieces: Pieces
+    overlaps_reduction: bool
+    pieces: ActionPieces
     compiled: CompiledGraph
     nodes: dict[Action, int]
 
@@ -118,7 +118,7 @@ class LlmTimeline:
             encoder_ends_ps: End time of the last encoder kernel of each rank.
         """
         rows = zip(self.reduced_ps, self.ends_ps, encoder_ends_ps, strict=True)
-        if self.reduction_hides:
+        if self.overlaps_reduction:
             # Encoder gradients are reduced on all ranks together, after LLM gradients.
             ends = max(max(reduced, encoder) for reduced, _, encoder in rows)
             return ends + int(self.encoder_reduce_ps.max(initial=0))
@@ -141,53 +141,53 @@ class LlmTimeline:
             last = dict(
                 zip((a.stage for a in rank.actions), rank.end_ps.tolist(), strict=True)
             )  # end times increase, so the last action of each stage remains
-            end_ps = 0 if self.reduction_hides else int(rank.end_ps[-1])
+            end_ps = 0 if self.overlaps_reduction else int(rank.end_ps[-1])
             for stage in sorted(last, reverse=True):
-                end_ps = max(end_ps, last[stage]) + self.own_reduce_ps.get(stage, 0)
+                end_ps = max(end_ps, last[stage]) + self.llm_reduce_ps.get(stage, 0)
             reduced.append(end_ps)
         return reduced
 
     @cached_property
-    def spans(self) -> tuple[Spans, ...]:
+    def spans(self) -> tuple[BusyIntervals, ...]:
         """Communication and computation intervals inside the actions of each rank."""
-        return tuple(spans_of(*rank, self.pieces) for rank in self.ranks)
+        return tuple(busy_intervals(*rank, self.pieces) for rank in self.ranks)
 
-    def free_compute(self) -> FreeTime:
+    def idle_compute(self) -> IdleIntervals:
         """Return the intervals in which each rank computes nothing."""
-        return complement([spans.computation_ps for spans in self.spans])
+        return complement_intervals([spans.computation_ps for spans in self.spans])
 
-    def free_links(self) -> FreeTime:
+    def idle_links(self) -> IdleIntervals:
         """Return the intervals in which each rank has no tensor-parallel communication."""
-        return complement([spans.communication_ps for spans in self.spans])
+        return complement_intervals([spans.communication_ps for spans in self.spans])
 
-    def free_outside(self) -> FreeTime:
+    def idle_outside(self) -> IdleIntervals:
         """Return the intervals before the first and after the last LLM action of each rank."""
         first = [[int(rank.start_ps[0]), int(rank.end_ps[-1])] for rank in self.ranks]
-        return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
+        return complement_intervals([np.array(both, np.int64).reshape(2, 1) for both in first])
 
-    def waiting(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
+    def with_release_times(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
         """Return the earliest timeline in which actions do not start before their release times."""
         released = {self.nodes[action]: time_ps for action, time_ps in released_ps.items()}
         order = [rank.actions for rank in self.ranks]
         ranks = _by_rank(order, self.nodes, *self.compiled.times_ps(released))
         needed, returned, _ = _dependency_points(self.graph, ranks)
-        return replace(self, ranks=ranks, needed_ps=needed, returned_ps=returned)
+        return replace(self, ranks=ranks, deadline_ps=needed, gradient_ready_ps=returned)
 
-    def entries(self) -> list[Action]:
+    def first_stage_forwards(self) -> list[Action]:
         """Return the forward actions of the first LLM stage."""
         actions = self.ranks[self.entry_rank].actions
         first = min(action.stage for action in actions)
         return [a for a in actions if a.stage == first and a.type is ActionType.F]
 
 
-def llm_timeline(
+def build_llm_timeline(
     graph: StageGraph,
     order: ComputeOrder,
     costs: PlanCosts,
-    pieces: Pieces,
+    pieces: ActionPieces,
     *,
     sharding: UnshardMode = "none",
-    reduction_hides: bool = False,
+    overlaps_reduction: bool = False,
     defer: bool = True,
 ) -> LlmTimeline:
     """Compute start and end times of all LLM actions.
@@ -200,9 +200,8 @@ def llm_timeline(
         sharding: "step" if parameters are all-gathered before and gradients reduced after all
             computation. Encoder parameters are all-gathered first, because encoder stages come
             first.
-        reduction_hides: Whether ranks compute during gradient reduction (`PlanCosts.runs_beside`).
-            If
-            not, reductions follow all computation.
+        overlaps_reduction: Whether ranks compute during gradient reduction
+            (`PlanCosts.overlaps_communication`). If not, reductions follow all computation.
         defer: Whether to defer forward passes as far as no backward pass moves.
 
     Raises:
@@ -269,7 +268,7 @@ def llm_timeline(
         np.array(
             [sum(reduce_ps.get(s, 0) for s in local_stages) for local_stages in encoders], np.int64
         ),
-        reduction_hides,
+        overlaps_reduction,
         pieces,
         compiled,
         nodes,
@@ -295,17 +294,17 @@ def _add_inputs(
         for kind, task, message in action_inputs(action, graph):
             if task.stage not in stages:
                 continue  # inputs from encoders are the dependency points
-            before = results.get((kind, task))
-            if before is None:
+            source = results.get((kind, task))
+            if source is None:
                 problems.append(f"{action} requires an action that is not in the order")
                 continue
             backward = kind is ActionType.B
             # A transfer is an operator without a queue: transfers never delay each other.
             wire_ms = costs.transfer_ms.get((message, backward), 0.0) if message else 0.0
             if wire_ms and graph.rank(task) != graph.rank(action.task):
-                before = operators.add(None, wire_ms, [before])
+                source = operators.add(None, wire_ms, [source])
                 movable.append(not backward)
-            operators.add_edge(before, node)
+            operators.add_edge(source, node)
     return problems
 
 
@@ -331,8 +330,8 @@ def _by_rank(
     order: Sequence[Sequence[Action]], nodes: dict[Action, int], start_ps: Int64s, end_ps: Int64s
 ) -> tuple[RankActions, ...]:
     """Return the actions and times of each rank from the times of all operators."""
-    at = [[nodes[action] for action in program] for program in order]
+    node_of = [[nodes[action] for action in program] for program in order]
     return tuple(
         RankActions(tuple(program), start_ps[rank_nodes], end_ps[rank_nodes])
-        for program, rank_nodes in zip(order, at, strict=True)
+        for program, rank_nodes in zip(order, node_of, strict=True)
     )

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.pipeweaver.background.leader import (
     PlanLeader,
     StartPlanning,
     start_planning,
 )
-from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
-from torchmm.balance.run_costs import run_tuning
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, StepTimings
+from torchmm.balance.run_costs import build_run_layer_tuning
 from torchmm.balance.section import SearchConfig
-from torchmm.balance.step_plans import plan_costed_step
+from torchmm.balance.step_plans import plan_step_with_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -31,13 +31,13 @@ from torchmm.training.planners.static import StaticPlanner
 def plan_pipeline_step(
     pipeline: Pipeline, metas: Sequence[MicrobatchMeta], **options: Any
 ) -> PipelinePlan:
-    """Return the plan of a training step of a pipeline with options of `plan_costed_step`.
+    """Return the plan of a training step of a pipeline with options of `plan_step_with_costs`.
 
     Raises:
-        PlanError: As for `plan_costed_step`.
+        PlanError: As for `plan_step_with_costs`.
     """
     options.setdefault("reduces_early", pipeline.device.type == "cuda")
-    return plan_costed_step(
+    return plan_step_with_costs(
         pipeline.layout,
         pipeline.config,
         pipeline.descriptions,
@@ -57,7 +57,7 @@ def build_tuned_planner(
         ConfigError: `simulation.device` is unknown.
     """
     layerwise = pipeline.sharding == "layer"
-    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
+    tuning = build_run_layer_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
     return TunedPlanner(pipeline, tuning, mesh.data_parallel_rank)
 
 
@@ -93,7 +93,7 @@ def build_background_planner(
     layerwise = pipeline.sharding == "layer"
     return BackgroundPlanner(
         pipeline,
-        run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
+        build_run_layer_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
         mesh,
         logger,
         in_background=SearchConfig.from_parent(run.recipe.parallel).background,
@@ -161,9 +161,9 @@ class BackgroundPlanner(StaticPlanner):
         assert self._leader is not None
         return self._leader.plan(step, metas, upcoming, self._measured())
 
-    def _measured(self) -> Measured:
+    def _measured(self) -> StepTimings:
         """Return measured times for planning. A static schedule uses FLOPs instead."""
-        return Measured()
+        return StepTimings()
 
     def close(self) -> None:
         """Stop the planning process."""

@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchmm.balance.costs.model import CostModel, StageCosts
-from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.balance.run_costs import run_costs
-from torchmm.balance.search.space import (
+from torchmm.balance.recipe_simulation.step_simulator import StepSample
+from torchmm.balance.run_costs import build_cost_model
+from torchmm.balance.search.plan_space import (
     IMAGES_AT_ONCE,
     REDUCTION,
     TUNED,
-    Plan,
+    CandidatePlan,
+    apply_plan,
     microbatch_sizes,
-    planned_recipe,
 )
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
@@ -43,7 +43,7 @@ from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
 
-REGROUPED = 0.97
+REGROUPING_FACTOR = 0.97
 """Factor of the work bound. Reordering forms other microbatches than those with the computed times,
 which changes kernel efficiency by a few percent."""
 CHAINS = ("chain",)
@@ -60,7 +60,7 @@ class PlanBound(NamedTuple):
     """Lower bound of the memory of the rank with the highest memory use."""
 
 
-class _Sharing(NamedTuple):
+class _ParameterCosts(NamedTuple):
     """Costs of a complete module that depend only on its parameters."""
 
     update_ms: float
@@ -76,7 +76,7 @@ class _ModuleTimes(NamedTuple):
 
     total_N: np.ndarray
     """Forward and backward time in ms of every microbatch of the global batch."""
-    least_ms: float
+    min_ms: float
     """Minimum forward and backward time over microbatches. 0 if one has no input."""
     saved_bytes: float
     """Minimum saved activations over microbatches."""
@@ -86,7 +86,7 @@ class PlanBounds:
     """Bounds of plans whose modules share all ranks.
 
     Args:
-        recipe: Plain recipe (`plain_recipe`).
+        recipe: Plain recipe (`strip_parallelism`).
         profile: Profile of the devices.
         sample: Model and first step of the recipe.
     """
@@ -100,9 +100,9 @@ class PlanBounds:
         self._costs: dict[tuple[str, Execution], StageCosts | None] = {}
         self._times: dict[tuple[object, ...], dict[int, _ModuleTimes]] = {}
         self._models: dict[tuple[object, ...], CostModel] = {}
-        self._sharing: dict[tuple[str, Execution, bool], _Sharing] = {}
+        self._sharing: dict[tuple[str, Execution, bool], _ParameterCosts] = {}
 
-    def bound(self, plan: Plan) -> PlanBound:
+    def bound(self, plan: CandidatePlan) -> PlanBound:
         """Return the bounds of a plan.
 
         Raises:
@@ -111,10 +111,10 @@ class PlanBounds:
         model = self._model(plan)
         leanest = model
         if plan.recompute == TUNED:
-            leanest = self._model(plan.changed(activation_checkpoint__mode="full"))
+            leanest = self._model(plan.with_changes(activation_checkpoint__mode="full"))
         return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, leanest))
 
-    def state_bytes(self, plan: Plan) -> float:
+    def state_bytes(self, plan: CandidatePlan) -> float:
         """Return the memory of an average rank without activations, which is fast to compute.
 
         Raises:
@@ -122,20 +122,20 @@ class PlanBounds:
         """
         model = self._model(plan)
         microbatches = self._microbatches(plan)
-        each = plan.changes.get(REDUCTION) == "microbatch"
-        unsharded = plan.size("pipeline") > 1 or (microbatches > 1 and not each)
+        reduces_each_microbatch = plan.changes.get(REDUCTION) == "microbatch"
+        unsharded = plan.size("pipeline") > 1 or (microbatches > 1 and not reduces_each_microbatch)
         total_bytes = 0.0
         for module in self._sample.modules:
             shared = self._module_sharing(plan, module, model)
             total_bytes += shared.state_bytes + unsharded * shared.gradient_bytes
         return total_bytes / plan.size("pipeline")
 
-    def _step_ms(self, plan: Plan, model: CostModel) -> tuple[float, float]:
+    def _step_ms(self, plan: CandidatePlan, model: CostModel) -> tuple[float, float]:
         """Return the bound and the estimate of the step time."""
         pipeline = plan.size("pipeline")
         microbatches = self._microbatches(plan)
         stages = plan.size("virtual_stages")
-        work_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
+        work_ms = ramp_ms = min_ramp_ms = update_ms = 0.0
         estimate_ms = self._slowest_ms(plan, model) / pipeline
         for module in self._sample.modules:
             times = self._module_times(plan, module, model)
@@ -144,8 +144,8 @@ class PlanBounds:
             if module.kind == "llm" or plan.method == "chain":
                 ramp_ms += mean_ms
             elif plan.method == "separated":
-                ramp_ms += mean_ms / self._parts(module, plan)
-            least_ramp_ms += times.least_ms
+                ramp_ms += mean_ms / self._sub_microbatches(module, plan)
+            min_ramp_ms += times.min_ms
             shared = self._module_sharing(plan, module, model)
             update_ms += shared.update_ms / pipeline
             if pipeline == 1:
@@ -153,18 +153,18 @@ class PlanBounds:
             else:
                 estimate_ms += (shared.reduce_ms + shared.gather_ms) / pipeline
         estimate_ms += ramp_ms * (pipeline - 1) / pipeline / stages + update_ms
-        bound_ms = REGROUPED * work_ms + update_ms
+        bound_ms = REGROUPING_FACTOR * work_ms + update_ms
         if plan.method in CHAINS and plan.schedule == "1f1b":
-            bound_ms += REGROUPED * least_ramp_ms * (pipeline - 1) / (2 * pipeline)
+            bound_ms += REGROUPING_FACTOR * min_ramp_ms * (pipeline - 1) / (2 * pipeline)
         return bound_ms, estimate_ms
 
-    def tasks(self, plan: Plan) -> int:
+    def tasks(self, plan: CandidatePlan) -> int:
         """Return the approximate number of forward tasks of a pipeline."""
         pipeline = plan.size("pipeline")
         llm_stages = pipeline * plan.size("virtual_stages")
         stages = 0.0
         for module in self._sample.modules:
-            parts = self._parts(module, plan)
+            parts = self._sub_microbatches(module, plan)
             if plan.method == "colocated" and module.kind == "encoder":
                 stages += len(module.layers)
             elif plan.method == "separated":
@@ -175,7 +175,7 @@ class PlanBounds:
                 stages += llm_stages
         return round(self._microbatches(plan) * stages)
 
-    def _parts(self, module: ModuleDescription, plan: Plan) -> float:
+    def _sub_microbatches(self, module: ModuleDescription, plan: CandidatePlan) -> float:
         """Return the mean number of sub-microbatches of a microbatch of a separate encoder."""
         if module.kind == "llm":
             return 1.0
@@ -187,7 +187,7 @@ class PlanBounds:
             self._images[module.name] = images / len(packs)
         return max(1.0, plan.microbatch_size * self._images[module.name] / at_once)
 
-    def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
+    def _slowest_ms(self, plan: CandidatePlan, model: CostModel) -> float:
         """Return the estimated work of the slowest rank in all layers.
 
         Without a pipeline, ranks that share parameters synchronize in every module of every
@@ -195,9 +195,9 @@ class PlanBounds:
         Reordering gives synchronized ranks similar microbatches, and divides the work of a step
         equally.
         """
-        shares = plan.shares
+        shares = plan.data_ranks
         shape = shares, self._microbatches(plan)
-        locked = max(1, plan.size("shard") // plan.size("llm.context"))
+        lockstep = max(1, plan.size("shard") // plan.size("llm.context"))
         data = self._recipe.data
         is_ordered = plan.changes.get("data.reorder", data.reorder) not in ("auto", "none")
         is_balanced = plan.changes.get("data.balance", data.balance) == "images"
@@ -211,17 +211,17 @@ class PlanBounds:
                 return max(float(work_N.sum()) / shares, float(work_N.max()))
             return float(work_N.reshape(shape).sum(1).max())
         order_N = np.argsort(-work_N)
-        group_ms_G = np.zeros(shares // locked)
+        group_ms_G = np.zeros(shares // lockstep)
         for kind, total_N in times:
             if is_balanced and kind != "llm":
                 group_ms_G += total_N.sum() / shares
             elif is_ordered:
                 group_ms_G += total_N[order_N].reshape(shape[::-1]).max(1).sum()
             else:
-                group_ms_G += total_N.reshape(-1, locked, shape[1]).max(1).sum(1)
+                group_ms_G += total_N.reshape(-1, lockstep, shape[1]).max(1).sum(1)
         return float(group_ms_G.max())
 
-    def _memory_bytes(self, plan: Plan, model: CostModel) -> float:
+    def _memory_bytes(self, plan: CandidatePlan, model: CostModel) -> float:
         """Return the memory of an average rank: states and the activations that it saves."""
         pipeline = plan.size("pipeline")
         waiting = min((pipeline + 1) / 2, self._microbatches(plan))
@@ -230,11 +230,11 @@ class PlanBounds:
         )
         return self.state_bytes(plan) + waiting * saved_bytes / pipeline
 
-    def _microbatches(self, plan: Plan) -> int:
+    def _microbatches(self, plan: CandidatePlan) -> int:
         batch = self._recipe.training.global_batch_size
-        return batch // (plan.shares * plan.microbatch_size)
+        return batch // (plan.data_ranks * plan.microbatch_size)
 
-    def _model(self, plan: Plan) -> CostModel:
+    def _model(self, plan: CandidatePlan) -> CostModel:
         """Return the cost model of a plan, whose executions depend on few of its changes."""
         keys = (
             *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
@@ -245,19 +245,21 @@ class PlanBounds:
         splits = plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].splits_backward
         key = (plan.recompute, splits, *(plan.changes.get(f"parallel.{name}") for name in keys))
         if key not in self._models:
-            planned = planned_recipe(self._recipe, plan)
+            planned = apply_plan(self._recipe, plan)
             run = resolve_recipe(planned, plan.devices)
-            self._models[key] = run_costs(run, self._sample.modules, self._profile)
+            self._models[key] = build_cost_model(run, self._sample.modules, self._profile)
         return self._models[key]
 
-    def _module_sharing(self, plan: Plan, module: ModuleDescription, model: CostModel) -> _Sharing:
+    def _module_sharing(
+        self, plan: CandidatePlan, module: ModuleDescription, model: CostModel
+    ) -> _ParameterCosts:
         layerwise = plan.size("pipeline") == 1
         key = module.name, model.execution(module.name), layerwise
         if key not in self._sharing:
             layers = len(module.layers)
             held_bytes = model.static_bytes(module, 0, layers, layerwise=layerwise)
             gradient_bytes = model.gradient_bytes(module, 0, layers)
-            self._sharing[key] = _Sharing(
+            self._sharing[key] = _ParameterCosts(
                 model.update_ms(module, 0, layers),
                 model.gather_ms(module, 0, layers),
                 model.reduce_ms(module, 0, layers),
@@ -267,7 +269,7 @@ class PlanBounds:
         return self._sharing[key]
 
     def _module_times(
-        self, plan: Plan, module: ModuleDescription, model: CostModel
+        self, plan: CandidatePlan, module: ModuleDescription, model: CostModel
     ) -> _ModuleTimes:
         layerwise = plan.size("pipeline") == 1
         key = module.name, model.execution(module.name), layerwise
@@ -278,8 +280,8 @@ class PlanBounds:
         if module.kind == "llm" or context == 1:
             return times
         # Ranks of context parallelism divide the images.
-        total_N, least_ms, saved_bytes = times
-        return _ModuleTimes(total_N / context, least_ms / context, saved_bytes / context)
+        total_N, min_ms, saved_bytes = times
+        return _ModuleTimes(total_N / context, min_ms / context, saved_bytes / context)
 
     def _times_by_size(
         self, module: ModuleDescription, model: CostModel, *, layerwise: bool
@@ -299,19 +301,19 @@ class PlanBounds:
                 hides = self._profile.device.asynchronous
                 none = Work.none(len(costs.saved_bytes))
                 costs = costs.sharded(gather, none, layers + 1, hides)
-            at = self._module_sizes(module)[0]
-            total_N[at] = costs.forward.total_ms + costs.backward.total_ms
-            kept_N[at] = costs.saved_bytes
-            has_input_N[at] = True
+            indices_with_input = self._module_sizes(module)[0]
+            total_N[indices_with_input] = costs.forward.total_ms + costs.backward.total_ms
+            kept_N[indices_with_input] = costs.saved_bytes
+            has_input_N[indices_with_input] = True
         times = {}
         stop = 0
         for size, metas in metas_by_size.items():
             microbatches = slice(stop, stop := stop + len(metas))
             all_have_input = bool(has_input_N[microbatches].all())
-            least_ms = float(total_N[microbatches].min())
+            min_ms = float(total_N[microbatches].min())
             saved_bytes = float(kept_N[microbatches].min())
             times[size] = _ModuleTimes(
-                total_N[microbatches], least_ms * all_have_input, saved_bytes * all_have_input
+                total_N[microbatches], min_ms * all_have_input, saved_bytes * all_have_input
             )
         return times
 
@@ -325,7 +327,7 @@ class PlanBounds:
         execution = model.execution(module.name)
         key = module.name, replace(execution, shard=1, replicate=1, reduces_every_microbatch=True)
         if key not in self._costs:
-            _, sizes, arrives_N = self._module_sizes(module)
+            _, sizes, needs_input_grad_N = self._module_sizes(module)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
@@ -333,7 +335,7 @@ class PlanBounds:
                     model,
                     executions={module.name: replace(execution, reduces_every_microbatch=True)},
                 )
-                self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
+                self._costs[key] = first.stage_costs(module, 0, layers, sizes, needs_input_grad_N)
         return self._costs[key]
 
     def _module_sizes(self, module: ModuleDescription):  # type: ignore[no-untyped-def]
@@ -341,15 +343,15 @@ class PlanBounds:
             metas = [
                 meta for size_metas in self._microbatches_by_size.values() for meta in size_metas
             ]
-            at, sizes = pack_sizes(module, metas)
+            indices_with_input, sizes = pack_sizes(module, metas)
             modules = self._sample.modules
-            arrives_N = np.array(
-                [gradients_arrive(modules, metas[i])[module.name] for i in at], bool
+            needs_input_grad_N = np.array(
+                [gradients_arrive(modules, metas[i])[module.name] for i in indices_with_input], bool
             )
-            self._sizes[module.name] = at, sizes, arrives_N
+            self._sizes[module.name] = indices_with_input, sizes, needs_input_grad_N
         return self._sizes[module.name]
 
     @cached_property
     def _microbatches_by_size(self) -> dict[int, list[MicrobatchMeta]]:
         """Microbatches of the global batch, by the number of sequences in each."""
-        return {size: self._sample.joined(size) for size in microbatch_sizes(self._recipe)}
+        return {size: self._sample.join_packs(size) for size in microbatch_sizes(self._recipe)}

@@ -2,7 +2,7 @@
 
 Data are sampled and modules are profiled (`torchmm.balance.disttrain.orchestration.unit_costs`) for
 each recomputation mode. With each schedule, these are the *variants* of
-`torchmm.balance.disttrain.orchestration.space` (DistTrain §3, §5):
+`torchmm.balance.disttrain.orchestration.plan_space` (DistTrain §3, §5):
 
     recipe --> modes x schedules x stages per rank --> variants --> PlanSpace --> bands of plans
 """
@@ -15,18 +15,22 @@ from math import inf
 
 import numpy as np
 
-from torchmm.balance.disttrain.orchestration.bounds import SampleSeconds, UnitBound, Waiting
+from torchmm.balance.disttrain.orchestration.bounds import (
+    SampleSeconds,
+    SavedMicrobatches,
+    UnitBounds,
+)
+from torchmm.balance.disttrain.orchestration.plan_space import PlanEstimate, PlanSpace, PlanVariant
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate
-from torchmm.balance.disttrain.orchestration.space import PlanGuess, PlanSpace, Variant
 from torchmm.balance.disttrain.orchestration.unit_costs import TENSOR_SIZES, profile_units
-from torchmm.balance.forecasts.first_microbatches import first_microbatches
-from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.balance.run_costs import trial_runner, unsharded_costs
-from torchmm.balance.search.space import (
+from torchmm.balance.recipe_simulation.first_microbatches import first_microbatches
+from torchmm.balance.recipe_simulation.step_simulator import StepSample
+from torchmm.balance.run_costs import build_module_cost_function, build_unsharded_cost_model
+from torchmm.balance.search.plan_space import (
     TUNED,
     VIRTUAL_STAGES,
-    Plan,
+    CandidatePlan,
     Value,
     with_recompute,
 )
@@ -46,19 +50,19 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
 
 MODES = ("none", "full", TUNED)
-WIDER = 1.15
+BAND_GROWTH = 1.15
 """Limit of a band of lower bounds over that of the previous band."""
-LAYOUTS = 400
+MAX_LAYOUTS = 400
 """Maximum number of LLM layouts in a band."""
-FAVORITES = 2
+FORMULA_ALTERNATIVES = 2
 """Number of plans of the formula in addition to its best, for each recomputation mode."""
-UNLIKELY = 1.5
+UNLIKELY_FACTOR = 1.5
 """Factor of the estimate of plans that the formula predicts not to fit, or does not model."""
-UNORDERED = 1.02
+UNORDERED_RATIO = 1.02
 """Expected step time without reordering over that with it."""
-SAMPLED = 512
+MAX_SAMPLED = 512
 """Maximum number of sequences for data statistics."""
-WAITING: dict[str, Waiting] = {"gpipe": "all"}
+SAVED_MICROBATCHES: dict[str, SavedMicrobatches] = {"gpipe": "all"}
 """Saved microbatches of schedules that are not 1F1B."""
 
 
@@ -76,7 +80,7 @@ def orchestration_problem(
         devices: Number of devices of the cluster.
         profile: Profile of one device.
         sample: Sample of the recipe, if it exists.
-        packs: Result of `sampled_packs`, if it exists.
+        packs: Result of `sample_packs`, if it exists.
 
     Raises:
         ConfigError: The model cannot be built, the data are empty or have no input for a module,
@@ -87,9 +91,9 @@ def orchestration_problem(
     modules = sample.modules
     if len(modules) == 1:
         raise ConfigError("model: has only an LLM, so disaggregated placement has no effect")
-    packs = sampled_packs(recipe, sample.model) if packs is None else packs
+    packs = sample_packs(recipe, sample.model) if packs is None else packs
     try:
-        run = trial_runner(recipe, modules, profile)
+        run = build_module_cost_function(recipe, modules, profile)
         max_size = min(devices, profile.device.devices_per_node)
         sizes = [size for size in TENSOR_SIZES if size <= max_size]
         states = parameter_states(recipe)
@@ -105,47 +109,58 @@ def orchestration_problem(
         raise ConfigError(f"orchestration: {error}") from error
 
 
-def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]:
+def sample_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]:
     """Return a sample of the data of a recipe, with each sequence as a separate microbatch.
 
     Raises:
         ConfigError: The sample sizes of a streamed source are unknown.
     """
     training = recipe.training
-    sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
+    sampled = max(1, min(MAX_SAMPLED, 4 * training.global_batch_size))
     one_by_one = training.model_copy(update={"global_batch_size": sampled, "microbatch_size": 1})
     return first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
 
 
 def plan_variants(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample
-) -> list[Variant]:
+) -> list[PlanVariant]:
     """Return all variants of disaggregated plans with their costs.
 
     Raises:
         ConfigError: As for `orchestration_problem`.
     """
     variants = []
-    packs = sampled_packs(recipe, sample.model)
+    packs = sample_packs(recipe, sample.model)
     for mode in MODES:
         mode_recipe = with_recompute(recipe, mode)
         problem = orchestration_problem(mode_recipe, devices, profile, sample, packs)
-        bounds = _bounds(mode_recipe, problem, profile, sample)
+        bounds = _unit_bounds(mode_recipe, problem, profile, sample)
         by_stages = {1: problem, **{n: _with_stages(problem, n) for n in VIRTUAL_STAGES}}
         for name in schedules_for("disaggregated"):
             schedule = SCHEDULES[name]
-            whole = not schedule.splits_backward
-            waiting: Waiting = "1f1b" if schedule.one_f_one_b else WAITING.get(name, "some")
-            guessed = schedule.one_f_one_b and mode != TUNED
-            for stages in _stages(name, problem.units[problem.llm].layers):
+            unsplit_backward = not schedule.splits_backward
+            saved_microbatches: SavedMicrobatches = (
+                "1f1b" if schedule.one_f_one_b else SAVED_MICROBATCHES.get(name, "some")
+            )
+            is_modeled = schedule.one_f_one_b and mode != TUNED
+            for stages in _stage_counts(name, problem.units[problem.llm].layers):
                 stage_problem = by_stages[stages]
                 variants.append(
-                    Variant(name, stages, mode, whole, waiting, stage_problem, bounds, guessed)
+                    PlanVariant(
+                        name,
+                        stages,
+                        mode,
+                        unsplit_backward,
+                        saved_microbatches,
+                        stage_problem,
+                        bounds,
+                        is_modeled,
+                    )
                 )
     return variants
 
 
-def _stages(schedule: str, layers: int) -> list[int]:
+def _stage_counts(schedule: str, layers: int) -> list[int]:
     """Return the numbers of LLM stages per rank to try."""
     if schedule != "interleaved_1f1b":
         return [1]
@@ -166,28 +181,30 @@ def _with_stages(problem: OrchestrationProblem, stages: int) -> OrchestrationPro
     return replace(problem, units=tuple(units))
 
 
-def _bounds(
+def _unit_bounds(
     recipe: Recipe, problem: OrchestrationProblem, profile: Profile, sample: StepSample
-) -> tuple[UnitBound, ...]:
+) -> tuple[UnitBounds, ...]:
     """Return the bounds of all units for the simulated step.
 
     If a plan selects the layers that recompute, it can select none or all. The bound then uses the
     time without recomputation and the memory with full recomputation.
     """
-    metas = _microbatches(sample.packs, problem.microbatch_size)
-    times = trial_runner(recipe, sample.modules, profile)
+    metas = _join_microbatches(sample.packs, problem.microbatch_size)
+    times = build_module_cost_function(recipe, sample.modules, profile)
     leanest = recipe
     if recipe.activation_checkpoint.mode == TUNED:
         leanest = with_recompute(recipe, "full")
-    memory = trial_runner(leanest, sample.modules, profile)
+    memory = build_module_cost_function(leanest, sample.modules, profile)
     by_name = {layers.name: layers for layers in sample.layers}
     bounds = []
     for module, unit in zip(sample.modules, problem.units, strict=True):
-        at = pack_sizes(module, metas)[0]
-        inputs = [metas[i] for i in at]
+        indices_with_input = pack_sizes(module, metas)[0]
+        inputs = [metas[i] for i in indices_with_input]
         missing = len(inputs) < len(metas)
-        layer_share = _layer_share(recipe, module, inputs, sample.modules, profile)
-        kept_share = _layer_share(leanest, module, inputs, sample.modules, profile, kept=True)
+        min_layer_fraction = _min_layer_fraction(recipe, module, inputs, sample.modules, profile)
+        kept_share = _min_layer_fraction(
+            leanest, module, inputs, sample.modules, profile, of_activations=True
+        )
         seconds, saved = {}, {}
         for tensor in unit.seconds:
             trial = times(module, tensor, inputs)
@@ -197,19 +214,19 @@ def _bounds(
                 float(trial.seconds_N.sum()) / count,
                 0.0 if missing else float(forward_N.min()) / problem.microbatch_size,
                 0.0 if missing else float(trial.backward_N.min()) / problem.microbatch_size,
-                layer_share,
+                min_layer_fraction,
             )
             kept_N = memory(module, tensor, inputs).kept_bytes_N
             waits = unit.has_backward and not missing
             saved[tensor] = float(kept_N.min()) / problem.microbatch_size if waits else 0.0
         layers = by_name[module.name].costs_with_ends
         bounds.append(
-            UnitBound(layers, seconds, unit.replica_bytes, unit.sharded_bytes, saved, kept_share)
+            UnitBounds(layers, seconds, unit.replica_bytes, unit.sharded_bytes, saved, kept_share)
         )
     return tuple(bounds)
 
 
-def _microbatches(packs: Sequence[MicrobatchMeta], size: int) -> list[MicrobatchMeta]:
+def _join_microbatches(packs: Sequence[MicrobatchMeta], size: int) -> list[MicrobatchMeta]:
     """Join consecutive packs into microbatches."""
     groups = [packs[i : i + size] for i in range(0, len(packs), size)]
     return [
@@ -220,34 +237,36 @@ def _microbatches(packs: Sequence[MicrobatchMeta], size: int) -> list[Microbatch
     ]
 
 
-def _layer_share(
+def _min_layer_fraction(
     recipe: Recipe,
     module: ModuleDescription,
     metas: Sequence[MicrobatchMeta],
     modules: Sequence[ModuleDescription],
     profile: Profile,
     *,
-    kept: bool = False,
+    of_activations: bool = False,
 ) -> float:
     """Return the minimum fraction of the module time that an inner layer uses.
 
-    The minimum is over forward and backward. With `kept`, the fraction is that of saved
+    The minimum is over forward and backward. With `of_activations`, the fraction is that of saved
     activations.
     """
     inner = {layer: i for i, layer in enumerate(module.layers[:-1]) if i > 0}
     sizes = pack_sizes(module, metas)[1]
     if not inner or sizes is None:
         return 0.0
-    model = unsharded_costs(recipe, module, profile)
-    arrives_N = np.array([gradients_arrive(modules, meta)[module.name] for meta in metas], bool)
-    total_costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
+    model = build_unsharded_cost_model(recipe, module, profile)
+    needs_input_grad_N = np.array(
+        [gradients_arrive(modules, meta)[module.name] for meta in metas], bool
+    )
+    total_costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
     shares = []
-    for place in inner.values():
-        reaches_N = arrives_N | learns(module)
-        layer_costs = model.stage_costs(module, place, place + 1, sizes, reaches_N)
+    for index in inner.values():
+        stage_needs_input_grad_N = needs_input_grad_N | learns(module)
+        layer_costs = model.stage_costs(module, index, index + 1, sizes, stage_needs_input_grad_N)
         pairs = [(layer_costs.forward.total_ms, total_costs.forward.total_ms)]
         pairs += [(layer_costs.backward.total_ms, total_costs.backward.total_ms)]
-        pairs = [(layer_costs.saved_bytes, total_costs.saved_bytes)] if kept else pairs
+        pairs = [(layer_costs.saved_bytes, total_costs.saved_bytes)] if of_activations else pairs
         shares += [
             layer_sum.sum() / module_sum.sum()
             for layer_sum, module_sum in pairs
@@ -256,7 +275,7 @@ def _layer_share(
     return float(min(shares, default=0.0))
 
 
-Guess = tuple[Plan, float, float]
+RankedPlan = tuple[CandidatePlan, float, float]
 """Plan, its lower bound in ms, and its estimate in ms. For siblings, the estimate is relative to
 their plan."""
 
@@ -302,17 +321,17 @@ class DisaggregatedPlans:
         if not exact:
             spaces.append(PlanSpace(self._variants, limits=limits))
         self._spaces = spaces
-        self._rest_s = [space.least_s for space in spaces]
+        self._rest_s = [space.lower_bound_s for space in spaces]
         self._limits_s = list(self._rest_s)
         self._open_s = inf
-        self._guesses: dict[str, PlanGuess] = {}
+        self._estimates: dict[str, PlanEstimate] = {}
 
     @property
     def open_ms(self) -> float:
         """Lower bound of the plans that are not listed. Infinite if all are listed."""
         return 1e3 * min(self._rest_s[-1], self._open_s)
 
-    def favorites(self) -> Iterator[Guess]:
+    def formula_plans(self) -> Iterator[RankedPlan]:
         """Yield the best plans of the DistTrain formula.
 
         With many devices, bands reach these plans late.
@@ -321,56 +340,71 @@ class DisaggregatedPlans:
             if variant.recompute == TUNED or (variant.schedule, variant.stages) != ("1f1b", 1):
                 continue
             try:
-                plans = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
+                plans = orchestrate(
+                    variant.problem, alternatives=FORMULA_ALTERNATIVES, limits=self._limits
+                )
             except ValueError:  # no plan fits with this recomputation
                 continue
             for plan in plans:
-                guess = self._spaces[-1].plan(index, tuple(unit.sizes for unit in plan.units))
-                if guess is not None:
-                    yield self._listed(guess)
+                estimate = self._spaces[-1].estimate_plan(
+                    index, tuple(unit.sizes for unit in plan.units)
+                )
+                if estimate is not None:
+                    yield self._to_ranked_plan(estimate)
 
-    def next_band(self) -> Iterator[Guess]:
+    def next_band(self) -> Iterator[RankedPlan]:
         """Yield the plans in the next band of lower bounds."""
         index = next((i for i, rest_s in enumerate(self._rest_s) if rest_s < inf), None)
         if index is None:
             self._open_s = inf
             return
         space = self._spaces[index]
-        self._limits_s[index] = max(WIDER * self._limits_s[index], self._rest_s[index] * (1 + 1e-9))
-        band = space.band(self._limits_s[index], LAYOUTS)
-        self._rest_s[index] = band.beyond_s
+        self._limits_s[index] = max(
+            BAND_GROWTH * self._limits_s[index], self._rest_s[index] * (1 + 1e-9)
+        )
+        band = space.next_band(self._limits_s[index], MAX_LAYOUTS)
+        self._rest_s[index] = band.remaining_bound_s
         if index == len(self._spaces) - 1:
             self._open_s = min(self._open_s, band.open_s)
-        for guess in band.plans:
-            yield self._listed(guess)
+        for estimate in band.plans:
+            yield self._to_ranked_plan(estimate)
 
-    def siblings(self, plan: Plan) -> Iterator[Guess]:
+    def related_plans(self, plan: CandidatePlan) -> Iterator[RankedPlan]:
         """Yield a plan with other schedules and with layers tuned to memory."""
-        guess = self._guesses[plan.text]
+        estimate = self._estimates[plan.text]
         if plan.changes["data.reorder"] == "both":
-            unordered = plan.changed(data__reorder="none")
-            self._guesses[unordered.text] = guess
-            yield unordered, 1e3 * guess.bound_s, UNORDERED
-        current = self._variants[guess.variant]
+            unordered = plan.with_changes(data__reorder="none")
+            self._estimates[unordered.text] = estimate
+            yield unordered, 1e3 * estimate.bound_s, UNORDERED_RATIO
+        current = self._variants[estimate.variant]
         for index, variant in enumerate(self._variants):
             is_alike = variant.schedule == current.schedule and variant.stages == current.stages
             mode = TUNED if is_alike else current.recompute
-            if variant.recompute == mode and index != guess.variant:
-                sibling = self._spaces[-1].plan(index, guess.sizes)
+            if variant.recompute == mode and index != estimate.variant:
+                sibling = self._spaces[-1].estimate_plan(index, estimate.sizes)
                 if sibling is not None:
-                    yield (*self._listed(sibling)[:2], sibling.estimate_s / guess.estimate_s)
+                    yield (
+                        *self._to_ranked_plan(sibling)[:2],
+                        sibling.estimate_s / estimate.estimate_s,
+                    )
 
-    def _listed(self, guess: PlanGuess) -> Guess:
-        variant = self._variants[guess.variant]
+    def _to_ranked_plan(self, estimate: PlanEstimate) -> RankedPlan:
+        variant = self._variants[estimate.variant]
         names = [unit.name for unit in variant.problem.units]
-        sizes = dict(zip(names, guess.sizes, strict=True))
-        plan = sized_plan(self._recipe, sizes, variant)
-        self._guesses.setdefault(plan.text, guess)
-        doubt = 1.0 if guess.likely else UNLIKELY
-        return plan, 1e3 * guess.bound_s, 1e3 * doubt * max(guess.estimate_s, guess.bound_s)
+        sizes = dict(zip(names, estimate.sizes, strict=True))
+        plan = build_sized_plan(self._recipe, sizes, variant)
+        self._estimates.setdefault(plan.text, estimate)
+        penalty = 1.0 if estimate.is_likely else UNLIKELY_FACTOR
+        return (
+            plan,
+            1e3 * estimate.bound_s,
+            1e3 * penalty * max(estimate.estimate_s, estimate.bound_s),
+        )
 
 
-def sized_plan(recipe: Recipe, sizes: Mapping[str, UnitSizes], variant: Variant) -> Plan:
+def build_sized_plan(
+    recipe: Recipe, sizes: Mapping[str, UnitSizes], variant: PlanVariant
+) -> CandidatePlan:
     """Return a plan with separate ranks for every module."""
     changes: dict[str, Value] = {
         "parallel.placement": "disaggregated",
@@ -385,4 +419,4 @@ def sized_plan(recipe: Recipe, sizes: Mapping[str, UnitSizes], variant: Variant)
         prefix = "parallel" if name == LLM else f"parallel.{name}"
         values = dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
         changes |= {f"{prefix}.{key}": value for key, value in values.items()}
-    return Plan("disaggregated", sum(size.devices for size in sizes.values()), changes)
+    return CandidatePlan("disaggregated", sum(size.devices for size in sizes.values()), changes)

@@ -2,15 +2,15 @@
 
 from torchmm.common.extensions import Entries, Entry
 
-_MODULE = "torchmm.balance.search.placement"
+_MODULE = "torchmm.balance.search.recipe_completion"
 
 ENTRIES: Entries = {
     "recipe_choices": [
-        Entry("sizes", f"{_MODULE}:orchestrated"),
-        Entry("arrangement", f"{_MODULE}:with_arrangement"),
+        Entry("sizes", f"{_MODULE}:complete_sizes"),
+        Entry("arrangement", f"{_MODULE}:complete_reordering"),
         Entry(
             "segments",
-            f"{_MODULE}:with_run_segments",
+            f"{_MODULE}:complete_segments",
             lambda parallel: parallel.schedule == "searched" and parallel.pipeline > 1,
         ),
     ],

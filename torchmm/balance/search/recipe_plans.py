@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.pipeweaver.segments import leaves_segments_open
-from torchmm.balance.search.result import Candidate
-from torchmm.balance.search.space import (
+from torchmm.balance.pipeweaver.segment_search import needs_partitioner
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.search.plan_space import (
     FIRST_SCHEDULES,
-    OWN_KEYS,
-    Plan,
+    RECIPE_PARALLEL_KEYS,
+    CandidatePlan,
     Value,
     describe_sizes,
     neighbors,
-    plain_recipe,
+    strip_parallelism,
 )
+from torchmm.balance.search.result import SimulatedPlan
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.operators import Profile
@@ -41,7 +41,7 @@ DATA_KEYS = ("reorder", "balance")
 ASYNC_KEYS = ("async_tensor_parallel", "async_tensor_backend")
 
 
-def leaves_encoders_open(recipe: Recipe) -> bool:
+def needs_encoder_sizes(recipe: Recipe) -> bool:
     """Return True if a recipe requests parallelism degrees of colocated encoders."""
     return recipe.parallel.auto_sizes and recipe.parallel.placement == "colocated"
 
@@ -51,7 +51,7 @@ def base_recipe(recipe: Recipe, method: str) -> Recipe:
     if recipe.parallel.placement == method:
         parallel = recipe.parallel.model_copy(update={"auto_sizes": False})
     else:
-        parallel = plain_recipe(recipe).parallel
+        parallel = strip_parallelism(recipe).parallel
     return recipe.model_copy(update={"parallel": parallel})
 
 
@@ -68,28 +68,28 @@ def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[st
 
 def recipe_candidate(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample
-) -> Candidate | None:
+) -> SimulatedPlan | None:
     """Return the plan of the unchanged recipe. None if it leaves degrees open or does not fit."""
     parallel = recipe.parallel
     if (
         parallel.needs_orchestration
-        or leaves_encoders_open(recipe)
+        or needs_encoder_sizes(recipe)
         or find_problems(recipe, devices)
     ):
         return None
     try:
-        forecaster = Forecaster(recipe, devices, profile, sample=sample)
-        forecast = forecaster.forecast()
+        simulator = StepSimulator(recipe, devices, profile, sample=sample)
+        report = simulator.simulate_schedule()
     except ConfigError:
         return None
-    sizes = forecaster.run.llm
+    sizes = simulator.run.llm
     method: str = parallel.placement
     if method == "interleaved":
         method = "separated" if parallel.has_module_segments else "chain"
         method = method if sizes.pipeline > 1 else "fsdp"
     changes: dict[str, Value] = {
         **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
-        **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
+        **{f"parallel.{name}": getattr(parallel, name) for name in RECIPE_PARALLEL_KEYS},
         "training.microbatch_size": recipe.training.microbatch_size,
         "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
     }
@@ -99,13 +99,13 @@ def recipe_candidate(
     }
     if parallel.context > 1:
         changes["parallel.llm.context"] = parallel.context
-    if leaves_segments_open(parallel):
-        for name, module in forecaster.divided(parallel).modules.items():
+    if needs_partitioner(parallel):
+        for name, module in simulator.with_segments(parallel).modules.items():
             numbers = module.model_dump(include={"segments", "sub_microbatch_images"})
             changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
-    plan = Plan(method, devices, changes)
+    plan = CandidatePlan(method, devices, changes)
     words = f"as in the recipe: {describe_sizes(plan)}"
-    candidate = Candidate(method, recipe, devices, words, forecast, False, plan)
+    candidate = SimulatedPlan(method, recipe, devices, words, report, False, plan)
     return candidate if candidate.step_ms < inf else None
 
 
@@ -123,7 +123,9 @@ def open_keys(method: str, recipe: Recipe, sample: StepSample) -> frozenset[str]
     return frozenset(keys)
 
 
-def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) -> Iterator[Plan]:
+def recipe_plans(
+    method: str, recipe: Recipe, devices: int, sample: StepSample
+) -> Iterator[CandidatePlan]:
     """Yield a plan for each schedule of a method, and for each combination of encoder degrees.
 
     Args:
@@ -143,19 +145,19 @@ def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) 
                 "parallel.schedule": name,
                 "parallel.virtual_stages": stages,
             }
-            yield Plan(method, devices, {**changes, **schedule})
+            yield CandidatePlan(method, devices, {**changes, **schedule})
         return
-    first = Plan(method, devices, changes)
+    first = CandidatePlan(method, devices, changes)
     if method == "colocated":
         for sizes in _encoder_sizes(first, recipe, sample):
-            yield Plan(method, devices, {**changes, **sizes})
+            yield CandidatePlan(method, devices, {**changes, **sizes})
         return
     yield first
     if method == "separated":
-        yield first.changed(parallel__schedule="searched")
+        yield first.with_changes(parallel__schedule="searched")
     changeable = open_keys(method, recipe, sample)
     for other in neighbors(first, recipe, sample):
-        if keys_changed(first, other) <= changeable:
+        if changed_keys(first, other) <= changeable:
             yield other
 
 
@@ -170,7 +172,7 @@ def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Valu
         return changes
     llm = resolve_recipe(recipe, devices).llm
     changes |= {f"parallel.{axis}": getattr(llm, axis) for axis in AXES}
-    changes |= {f"parallel.{key}": getattr(parallel, key) for key in OWN_KEYS}
+    changes |= {f"parallel.{key}": getattr(parallel, key) for key in RECIPE_PARALLEL_KEYS}
     changes["parallel.schedule"] = FIRST_SCHEDULES.get(method, "1f1b")
     if parallel.context > 1:
         changes["parallel.llm.context"] = parallel.context
@@ -187,12 +189,14 @@ def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Valu
     return {**changes, "parallel.virtual_stages": 1}
 
 
-def keys_changed(plan: Plan, other: Plan) -> set[str]:
+def changed_keys(plan: CandidatePlan, other: CandidatePlan) -> set[str]:
     """Return the keys whose values differ in another plan."""
     return {key for key, value in other.changes.items() if plan.changes.get(key) != value}
 
 
-def _encoder_sizes(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[dict[str, int]]:
+def _encoder_sizes(
+    plan: CandidatePlan, recipe: Recipe, sample: StepSample
+) -> Iterator[dict[str, int]]:
     """Yield all combinations of open pipeline and tensor-parallel sizes of encoders.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from torchmm.balance.search.result import Candidate, SearchResult
+from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
@@ -12,11 +12,11 @@ from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.read import dump_recipe
 
 GIB = 2**30
-NOTABLE = 0.005
+MIN_SHOWN_FRACTION = 0.005
 """Minimum difference that is listed as a reason, as a fraction of the best step."""
 
 
-def result_tables(result: SearchResult, title: str) -> list[Table]:
+def result_tables(result: PlanSearchResult, title: str) -> list[Table]:
     """Return the best plan of each method, the fastest first, and the modules of the best one.
 
     Args:
@@ -31,7 +31,7 @@ def result_tables(result: SearchResult, title: str) -> list[Table]:
     return tables
 
 
-def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
+def _method_table(result: PlanSearchResult, best: SimulatedPlan, title: str) -> Table:
     table = Table(title=f"Best plan of each method on {title} (simulated)", title_justify="left")
     table.add_column("method", no_wrap=True)
     table.add_column("schedule", no_wrap=True)
@@ -41,9 +41,9 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
         table.add_column(column, justify="right")
     table.add_column("why slower")
     for candidate in result.ranked:
-        step = candidate.forecast.step
+        step = candidate.report.step
         assert step is not None
-        schedule = "-" if candidate.method == "fsdp" else candidate.forecast.schedule
+        schedule = "-" if candidate.method == "fsdp" else candidate.report.schedule
         stages = candidate.recipe.parallel.virtual_stages
         table.add_row(
             candidate.method,
@@ -52,8 +52,8 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
             candidate.sizes,
             str(candidate.devices),
             f"{candidate.step_ms:,.1f}",
-            f"{100 * candidate.forecast.mfu:.1f}",
-            f"{candidate.forecast.tokens_per_s:,.0f}",
+            f"{100 * candidate.report.mfu:.1f}",
+            f"{candidate.report.tokens_per_s:,.0f}",
             f"{max(step.peak_bytes) / GIB:.1f}",
             "best" if candidate is best else why_slower(candidate, best),
         )
@@ -63,9 +63,9 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
     return table
 
 
-def _module_table(best: Candidate) -> Table:
+def _module_table(best: SimulatedPlan) -> Table:
     """Return the parallelism degrees of disaggregated modules."""
-    step = best.forecast.step
+    step = best.report.step
     assert step is not None
     table = Table(title="Modules of the best plan", title_justify="left")
     table.add_column("module", no_wrap=True)
@@ -84,7 +84,7 @@ def _module_table(best: Candidate) -> Table:
     return table
 
 
-def certificate(result: SearchResult) -> str:
+def describe_optimality(result: PlanSearchResult) -> str:
     """Return the gap of the best plan to the lower bound of all considered plans as text."""
     best = result.best
     assert best is not None
@@ -105,23 +105,23 @@ def certificate(result: SearchResult) -> str:
     )
 
 
-def why_slower(candidate: Candidate, best: Candidate) -> str:
+def why_slower(candidate: SimulatedPlan, best: SimulatedPlan) -> str:
     """Return a short explanation why a candidate is slower than the best."""
-    step = candidate.forecast.step
-    first = best.forecast.step
+    step = candidate.report.step
+    first = best.report.step
     assert step is not None and first is not None
-    ours = _times_ms(step, candidate)
-    theirs = _times_ms(first, best)
-    more = {name: (ours[name] - theirs[name]) / best.step_ms for name in ours}
-    largest = sorted(more, key=lambda name: -more[name])[:2]
-    parts = [f"{name} {more[name]:+.1%}" for name in largest if more[name] > NOTABLE]
+    times_ms = _times_ms(step, candidate)
+    best_times_ms = _times_ms(first, best)
+    excess = {name: (times_ms[name] - best_times_ms[name]) / best.step_ms for name in times_ms}
+    largest = sorted(excess, key=lambda name: -excess[name])[:2]
+    parts = [f"{name} {excess[name]:+.1%}" for name in largest if excess[name] > MIN_SHOWN_FRACTION]
     if idle := best.devices - candidate.devices:
         parts += [f"{idle} GPUs are not used"] if idle > 0 else []
     ratio = candidate.step_ms / best.step_ms - 1
     return f"{ratio:+.1%}: {', '.join(parts)}" if parts else f"{ratio:+.1%}"
 
 
-def _times_ms(step: SimulatedStep, candidate: Candidate) -> dict[str, float]:
+def _times_ms(step: SimulatedStep, candidate: SimulatedPlan) -> dict[str, float]:
     """Return the time of an average rank by use: computing, each class of bubbles, the update."""
     timeline = step.timeline
     times_ms = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
@@ -129,18 +129,18 @@ def _times_ms(step: SimulatedStep, candidate: Candidate) -> dict[str, float]:
         times_ms[f"bubbles ({kind.replace('_', ' ')})"] = (
             timeline.bubble_fractions[kind] * step.makespan_ms
         )
-    times_ms["optimizer"] = candidate.forecast.update_ms
+    times_ms["optimizer"] = candidate.report.update_ms
     return times_ms
 
 
-def recipe_text(candidate: Candidate, source: str, device: str) -> str:
+def recipe_text(candidate: SimulatedPlan, source: str, device: str) -> str:
     """Return a recipe file with a comment that shows the plan and how to run it."""
-    step = candidate.forecast.step
+    step = candidate.report.step
     assert step is not None
     lines = [
         f"Planned by torchmm plan from {source}: {candidate.method}, {candidate.sizes}, on",
         f"{candidate.devices} x {device}. Simulated step: {candidate.step_ms:,.1f} ms, MFU "
-        f"{100 * candidate.forecast.mfu:.1f} %, {max(step.peak_bytes) / GIB:.1f} GiB "
+        f"{100 * candidate.report.mfu:.1f} %, {max(step.peak_bytes) / GIB:.1f} GiB "
         f"(at most {MEMORY_SHARE:.0%} of a device).",
         "",
         f"  torchrun ... -m torchmm train THIS_FILE      with {candidate.devices} ranks",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from torchmm.balance.forecasts.forecast import Forecast
-from torchmm.balance.search.space import Plan
+from torchmm.balance.recipe_simulation.step_simulator import SimulatedStepReport
+from torchmm.balance.search.plan_space import CandidatePlan
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
 from torchmm.costs.devices import MEMORY_SHARE
@@ -21,7 +21,7 @@ def fits(step: SimulatedStep) -> bool:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedPlan:
     """Simulated plan.
 
     Attributes:
@@ -29,8 +29,9 @@ class Candidate:
         recipe: Recipe of the plan.
         devices: Number of devices that it uses.
         sizes: Description of the parallelism degrees.
-        forecast: Simulated first step.
-        is_short: Whether the schedule was searched for a shorter time than in a run or dry run.
+        report: Simulated first step.
+        is_short_search: Whether the schedule was searched for a shorter time than in a run or dry
+            run.
         plan: Changes of the recipe.
     """
 
@@ -38,20 +39,20 @@ class Candidate:
     recipe: Recipe
     devices: int
     sizes: str
-    forecast: Forecast
-    is_short: bool
-    plan: Plan
+    report: SimulatedStepReport
+    is_short_search: bool
+    plan: CandidatePlan
 
     @property
     def step_ms(self) -> float:
         """Time of the first step with its update. Infinite if the plan does not fit."""
-        step = self.forecast.step
+        step = self.report.step
         is_fitting = step is not None and fits(step)
-        return self.forecast.iteration_ms if is_fitting else inf
+        return self.report.iteration_ms if is_fitting else inf
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class PlanSearchResult:
     """Results of a search.
 
     Attributes:
@@ -64,7 +65,7 @@ class SearchResult:
         seconds: CPU time of the search.
     """
 
-    best_by_method: Mapping[str, Candidate | str]
+    best_by_method: Mapping[str, SimulatedPlan | str]
     simulated: Mapping[str, int]
     considered: Mapping[str, int]
     bound_ms: float
@@ -72,22 +73,22 @@ class SearchResult:
     seconds: float
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> SimulatedPlan | None:
         """Fastest plan that fits. None if there is none."""
         return self.ranked[0] if self.ranked else None
 
     @property
-    def ranked(self) -> list[Candidate]:
+    def ranked(self) -> list[SimulatedPlan]:
         """Fastest plan of each method, sorted by step time."""
         candidates = [
             candidate
             for candidate in self.best_by_method.values()
-            if isinstance(candidate, Candidate)
+            if isinstance(candidate, SimulatedPlan)
         ]
         return sorted(candidates, key=lambda candidate: candidate.step_ms)
 
 
-def find_best(result: SearchResult, devices: int) -> Candidate:
+def find_best(result: PlanSearchResult, devices: int) -> SimulatedPlan:
     """Return the best plan of a search.
 
     Args:

@@ -24,10 +24,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, Int32s, Int64s, Words, compiled, loop, without_nans
+from torchmm.balance.numba_utils import (
+    Float64s,
+    Int32s,
+    Int64s,
+    Uint64s,
+    cached_njit,
+    nonan_njit,
+    norefcount_njit,
+)
 
 
-@compiled
+@cached_njit
 def group_edges(keys: Int32s, values: Int32s, count: int) -> tuple[Int32s, Int32s]:
     """Return the offsets of the values of each key (count + 1), and the values sorted by key."""
     pointers = np.zeros(count + 1, np.int32)
@@ -35,15 +43,15 @@ def group_edges(keys: Int32s, values: Int32s, count: int) -> tuple[Int32s, Int32
         pointers[key + 1] += 1
     for key in range(count):
         pointers[key + 1] += pointers[key]
-    place = pointers[:-1].copy()
+    next_index = pointers[:-1].copy()
     grouped = np.empty_like(values)
     for edge in range(len(keys)):
-        grouped[place[keys[edge]]] = values[edge]
-        place[keys[edge]] += 1
+        grouped[next_index[keys[edge]]] = values[edge]
+        next_index[keys[edge]] += 1
     return pointers, grouped
 
 
-@compiled
+@cached_njit
 def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> Int32s:
     """Return operators in topological order (algorithm of Kahn with a FIFO queue).
 
@@ -74,7 +82,7 @@ def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> In
     return order[:count]
 
 
-@loop
+@norefcount_njit
 def time_nodes(
     duration_ps: Int64s, pointers: Int32s, sources: Int32s, start_ps: Int64s, end_ps: Int64s
 ) -> None:
@@ -98,7 +106,7 @@ def time_nodes(
         end_ps[node] = start + duration_ps[node]
 
 
-@compiled
+@cached_njit
 def defer_nodes(
     pointers: Int32s, sources: Int32s, movable: np.ndarray, start_ps: Int64s, end_ps: Int64s
 ) -> None:
@@ -112,11 +120,11 @@ def defer_nodes(
             latest[sources[edge]] = min(latest[sources[edge]], start_ps[node])
 
 
-@without_nans
+@nonan_njit
 def time_lanes(
-    before_N: Words,
-    need_N: Words,
-    place_N: Words,
+    first_source_N: Uint64s,
+    second_source_N: Uint64s,
+    cost_index_N: Uint64s,
     costs_RG: Float64s,
     ends_NG: Float64s,
     first: int,
@@ -126,12 +134,12 @@ def time_lanes(
 
     The arithmetic is vectorized over the last axis. Two sources per operator instead of `pointers`
     make schedule searches 13 % faster. Kernels in other files call this function. Rename it if its
-    behavior changes (see `compiled`).
+    behavior changes (see `cached_njit`).
 
     Args:
-        before_N: First source of each operator.
-        need_N: Second source of each operator.
-        place_N: Index of the duration of each operator in `costs_RG`.
+        first_source_N: First source of each operator.
+        second_source_N: Second source of each operator.
+        cost_index_N: Index of the duration of each operator in `costs_RG`.
         costs_RG: Durations for G sets.
         ends_NG: Shape (N + 1, G). Ends of operators before `first` are read, and ends from `first`
             are written. The last row has zeros, for operators without a source.
@@ -140,9 +148,9 @@ def time_lanes(
     """
     groups = ends_NG.shape[1]
     for node in range(first, last):
-        before = ends_NG[before_N[node]]
-        need = ends_NG[need_N[node]]
-        cost = costs_RG[place_N[node]]
+        first_end = ends_NG[first_source_N[node]]
+        second_end = ends_NG[second_source_N[node]]
+        cost = costs_RG[cost_index_N[node]]
         end = ends_NG[node]
         for g in range(groups):
-            end[g] = (before[g] if before[g] > need[g] else need[g]) + cost[g]
+            end[g] = (first_end[g] if first_end[g] > second_end[g] else second_end[g]) + cost[g]

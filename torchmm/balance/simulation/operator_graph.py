@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchmm.balance.compiled import Int32s, Int64s
+from torchmm.balance.numba_utils import Int32s, Int64s
 from torchmm.balance.picoseconds import (
-    LONGEST_MS,
+    MAX_DURATION_MS,
     PICOSECONDS_PER_MS,
     SimulationError,
     duration_problem,
@@ -38,9 +38,10 @@ from torchmm.balance.simulation.graph_kernels import (
 #     channel        1                      1 depends on 0
 #     rank 1             3 --> 4            3 depends on 1
 #
-# `compile` renumbers operators by their place in a topological order. Every edge then leads from a
-# smaller to a larger place, and one pass over the arrays computes all times. Edges are stored by
-# target: O operators, E edges, `pointers` (O + 1) and `sources` (E), both by place. `compile`
+# `compile` renumbers operators by their position in a topological order. Every edge then leads from
+# a smaller to a larger position, and one pass over the arrays computes all times. Edges are stored
+# by
+# target: O operators, E edges, `pointers` (O + 1) and `sources` (E), both by position. `compile`
 # reports all problems at once. A compiled graph has no cycle.
 
 
@@ -125,31 +126,31 @@ class OperatorGraph:
             if (text := duration_problem(duration_ms))
         ]
         total_ms = sum(d for d in self._durations_ms if not duration_problem(d))
-        if total_ms > LONGEST_MS:
+        if total_ms > MAX_DURATION_MS:
             problems.append(
-                f"all operators together take {total_ms:g} ms, more than {LONGEST_MS:g}; are the "
-                "durations in milliseconds?"
+                f"all operators together take {total_ms:g} ms, more than {MAX_DURATION_MS:g}; are "
+                "the durations in milliseconds?"
             )
         return problems
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """Graph as arrays in topological order. The place of an operator is its index in this order.
+    """Graph as arrays in topological order. The position of an operator is its index in this order.
 
     Attributes:
         names: Name of each operator.
-        node_at: Operator at each place.
-        place: Place of each operator.
-        duration_ps: Duration by place.
-        pointers: Offsets into `sources`, by place.
-        sources: The operator at place p depends on the places
+        operator_at: Operator at each position.
+        position: Position of each operator.
+        duration_ps: Duration by position.
+        pointers: Offsets into `sources`, by position.
+        sources: The operator at position p depends on the positions
             `sources[pointers[p] : pointers[p + 1]]`.
     """
 
     names: tuple[str, ...]
-    node_at: Int32s
-    place: Int32s
+    operator_at: Int32s
+    position: Int32s
     duration_ps: Int64s
     pointers: Int32s
     sources: Int32s
@@ -174,10 +175,10 @@ class CompiledGraph:
         order = sort_topologically(*group_edges(sources, targets, count), missing)
         if len(order) < count:
             raise SimulationError([_cycle_message(names, sources, targets, missing)])
-        place = np.empty(count, np.int32)
-        place[order] = np.arange(count, dtype=np.int32)
-        pointers, sorted_sources = group_edges(place[targets], place[sources], count)
-        return cls(names, order, place, duration_ps[order], pointers, sorted_sources)
+        position = np.empty(count, np.int32)
+        position[order] = np.arange(count, dtype=np.int32)
+        pointers, sorted_sources = group_edges(position[targets], position[sources], count)
+        return cls(names, order, position, duration_ps[order], pointers, sorted_sources)
 
     def times_ps(
         self, release_ps: Mapping[int, int] | None = None, movable: Sequence[bool] | None = None
@@ -189,15 +190,15 @@ class CompiledGraph:
             movable: Whether each operator runs as late as the other operators allow. All other
                 operators run as early as possible.
         """
-        start_ps = np.zeros(len(self.place), np.int64)
-        end_ps = np.empty(len(self.place), np.int64)
+        start_ps = np.zeros(len(self.position), np.int64)
+        end_ps = np.empty(len(self.position), np.int64)
         for node, time_ps in (release_ps or {}).items():
-            start_ps[self.place[node]] = time_ps
+            start_ps[self.position[node]] = time_ps
         time_nodes(self.duration_ps, self.pointers, self.sources, start_ps, end_ps)
         if movable is not None:
-            moves = np.array(movable, bool)[self.node_at]
+            moves = np.array(movable, bool)[self.operator_at]
             defer_nodes(self.pointers, self.sources, moves, start_ps, end_ps)
-        return start_ps[self.place], end_ps[self.place]
+        return start_ps[self.position], end_ps[self.position]
 
 
 def _operator_name(names: Sequence[str], operator: int) -> str:

@@ -14,10 +14,10 @@
 - All-gathers of parameters have a separate queue. The first action of a stage waits for its
   all-gather.
 - A reduction starts when all ranks of the stage have reached it. Other data-parallel replicas are
-  assumed to have the same times. On GPUs (`PlanCosts.runs_beside`), reductions of a rank have a
-  separate queue, and only the end of the step waits for them. Otherwise, the rank waits.
+  assumed to have the same times. On GPUs (`PlanCosts.overlaps_communication`), reductions of a rank
+  have a separate queue, and only the end of the step waits for them. Otherwise, the rank waits.
 - Mirrors communicate in their actions, so an action starts when all mirrors have reached it.
-- Pieces that LLM actions launch shorten their encoder actions (`launched`).
+- Pieces that LLM actions launch shorten their encoder actions (`launch_effects`).
 
 Posting requires no time, so SEND and RECV are not operators. Their time is the end of the preceding
 action. All transfers of a rank in one queue would be wrong: their order depends on other ranks, and
@@ -31,15 +31,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.simulation.launched import launch_times
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulation.launch_effects import compute_launch_effects
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT, WAIT_SEND
 
-NONE = -1
+NO_OPERATOR = -1
 """Missing operator, which stands for the start of the step."""
 TransferKey = tuple[Message, bool]
 """Message, and whether its gradient is transferred instead."""
@@ -70,7 +70,7 @@ class PlanAction(NamedTuple):
     """Operator whose end is the start of a post, wait or reduction. NONE is the start of the step.
 
     Other actions start with their operator."""
-    instant: bool
+    starts_with_before: bool
     """Whether `before` defines the start of the action."""
 
 
@@ -102,7 +102,7 @@ def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
         SimulationError: A cost is missing, negative or not a number, the plan has a deadlock, or a
             message is never sent. The error message lists all problems.
     """
-    builder = _Builder(plan, costs)
+    builder = _PlanGraphBuilder(plan, costs)
     builder.add_transfers()
     for rank in range(len(plan.actions)):
         builder.add_program(rank)
@@ -110,7 +110,7 @@ def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
 
 
 @dataclass
-class _Builder:
+class _PlanGraphBuilder:
     """Graph under construction, and the problems of plan and costs."""
 
     plan: PipelinePlan
@@ -120,7 +120,7 @@ class _Builder:
     transfers: dict[TransferKey, int] = field(default_factory=dict)
     gathers: dict[tuple[int, int], int] = field(default_factory=dict)
     """All-gather operators by (rank, stage), until an action waits for them."""
-    meetings: dict[tuple[object, ...], int] = field(default_factory=dict)
+    barriers: dict[tuple[object, ...], int] = field(default_factory=dict)
     """Synchronization operators of tied weights, of reductions over ranks, and of mirrored actions.
 
     Keys are a pair of (stage, rank), a stage, and the action of the first mirror."""
@@ -131,7 +131,7 @@ class _Builder:
     shift_ms: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.shift_ms = launch_times(self.plan, self.costs).shift_ms
+        self.shift_ms = compute_launch_effects(self.plan, self.costs).shift_ms
 
     def add_transfers(self) -> None:
         """Add all transfers in the order of sends, because receives can precede their sends."""
@@ -147,26 +147,26 @@ class _Builder:
 
     def add_program(self, rank: int) -> None:
         """Add the actions of one rank."""
-        previous = NONE  # the last operator of the program
+        previous = NO_OPERATOR  # the last operator of the program
         for action in self.plan.actions[rank]:
             kind = action.type
             if kind in _POSTS:
-                for transfer in self._transfer(rank, action) if previous != NONE else ():
+                for transfer in self._transfer(rank, action) if previous != NO_OPERATOR else ():
                     self.graph.add_edge(previous, transfer)
                 self.actions.append(PlanAction(rank, action, previous, previous, True))
                 continue
             if kind is ActionType.UNSHARD:
-                after = [] if previous == NONE else [previous]
+                after = [] if previous == NO_OPERATOR else [previous]
                 gather_ms = self.costs.gather_ms.get(action.stage, 0.0)
                 name = f"{action} on rank {rank}"
                 node = self.graph.add(("gather", rank), gather_ms, after, name)
                 self.gathers[rank, action.stage] = node
-                self.actions.append(PlanAction(rank, action, node, NONE, False))
+                self.actions.append(PlanAction(rank, action, node, NO_OPERATOR, False))
                 continue
             if kind is ActionType.REDUCE_GRAD:
                 node = self._add_reduction(rank, action, previous)
                 self.actions.append(PlanAction(rank, action, node, previous, True))
-                previous = previous if self.costs.runs_beside else node
+                previous = previous if self.costs.overlaps_communication else node
                 continue
             node = self._add_action(rank, action, previous)
             waits = kind in _WAITS or kind is ActionType.REDUCE_TIED
@@ -177,11 +177,11 @@ class _Builder:
         """Add the operator of a computation or a wait, and return its number."""
         after = self._needs(rank, action, previous)
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
-            gather = self.gathers.pop((rank, action.stage), NONE)
-            after += [gather] if gather != NONE else []
+            gather = self.gathers.pop((rank, action.stage), NO_OPERATOR)
+            after += [gather] if gather != NO_OPERATOR else []
         mirrors = self.plan.graph.layout.mirror_stages[action.stage]
         synchronizes = action.type in COMPUTE and len(mirrors) > 1
-        if synchronizes and previous != NONE:
+        if synchronizes and previous != NO_OPERATOR:
             after.append(previous)
         if synchronizes:
             key = action._replace(stage=mirrors[0])
@@ -194,11 +194,11 @@ class _Builder:
 
     def _add_reduction(self, rank: int, action: Action, previous: int) -> int:
         """Add the operator of a reduction, which starts on all ranks of the stage together."""
-        gather = self.gathers.pop((rank, action.stage), NONE)
-        after = [node for node in (previous, gather) if node != NONE]
+        gather = self.gathers.pop((rank, action.stage), NO_OPERATOR)
+        after = [node for node in (previous, gather) if node != NO_OPERATOR]
         if len(self.plan.graph.layout.stages[action.stage].ranks) > 1:
             after = [self._synchronize((action.stage,), after, f"all ranks of {action}")]
-        queue = ("reduce" if self.costs.runs_beside else "rank", rank)
+        queue = ("reduce" if self.costs.overlaps_communication else "rank", rank)
         duration_ms = self.costs.reduce_ms.get(action.stage, 0.0)
         node = self.graph.add(queue, duration_ms, after, f"{action} on rank {rank}")
         self.reductions[rank, action.stage] = node
@@ -210,18 +210,18 @@ class _Builder:
             return self._transfer(rank, action)
         if action.type is ActionType.REDUCE_TIED:
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
-            reduced = self.reductions.get((rank, action.stage), NONE)
-            nodes = [node for node in (previous, reduced) if node != NONE]
+            reduced = self.reductions.get((rank, action.stage), NO_OPERATOR)
+            nodes = [node for node in (previous, reduced) if node != NO_OPERATOR]
             return [self._synchronize((*ends[0], *ends[1]), nodes, f"both ends of {action}")]
         return []
 
     def _synchronize(self, key: tuple[object, ...], nodes: list[int], name: str) -> int:
         """Return the synchronization operator of a key, and make it wait for `nodes`."""
-        if key not in self.meetings:
-            self.meetings[key] = self.graph.add(None, 0.0, name=name)
+        if key not in self.barriers:
+            self.barriers[key] = self.graph.add(None, 0.0, name=name)
         for node in nodes:
-            self.graph.add_edge(node, self.meetings[key])
-        return self.meetings[key]
+            self.graph.add_edge(node, self.barriers[key])
+        return self.barriers[key]
 
     def _transfer(self, rank: int, action: Action) -> list[int]:
         transfer = self.transfers.get(transfer_key(action))

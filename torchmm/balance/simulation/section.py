@@ -133,7 +133,7 @@ class SimulationConfig(Section):
         return bool(self.sequences)
 
 
-class Contradiction(NamedTuple):
+class ConfigConflict(NamedTuple):
     """Inconsistent values of the section."""
 
     key: str
@@ -142,7 +142,7 @@ class Contradiction(NamedTuple):
     """Problem, and how to fix it."""
 
 
-class Sides(NamedTuple):
+class SizeRanges(NamedTuple):
     """Ranges of rows and columns, which are multiples of `step`."""
 
     rows: Range
@@ -150,7 +150,7 @@ class Sides(NamedTuple):
     step: int = 1
 
     @property
-    def most(self) -> int:
+    def max_patches(self) -> int:
         """Number of patches of the largest size."""
         return self.rows[1] * self.columns[1]
 
@@ -165,50 +165,57 @@ def image_sizes(images: SimulatedImages) -> list[SimulatedSize]:
     return list(images.sizes) or [images]
 
 
-def drawn_sizes(drawn: SimulatedGeneration) -> list[SimulatedGrid | SimulatedGeneration]:
+def generated_sizes(generated: SimulatedGeneration) -> list[SimulatedGrid | SimulatedGeneration]:
     """Return the sizes of generated images or videos."""
-    return [*drawn.sizes] or [drawn]
+    return [*generated.sizes] or [generated]
 
 
-def sides_of(size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: int = 1) -> Sides:
+def size_ranges(
+    size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: int = 1
+) -> SizeRanges:
     """Return the ranges of rows and columns. A size with only `patches` has one row."""
     if isinstance(size, SimulatedSize) and size.patches is not None:
-        return Sides([1, 1], size.patches)
+        return SizeRanges([1, 1], size.patches)
     assert size.rows is not None and size.columns is not None
-    return Sides(size.rows, size.columns, step)
+    return SizeRanges(size.rows, size.columns, step)
 
 
-def side_step(patches_per_token: int) -> int:
+def size_step(patches_per_token: int) -> int:
     """Return the divisor of rows and columns."""
     return isqrt(patches_per_token)
 
 
-def tokens_of(size: SimulatedSize, patches: int, patches_per_token: int) -> int:
+def image_tokens(size: SimulatedSize, patches: int, patches_per_token: int) -> int:
     """Return the number of LLM tokens of an image."""
     return size.tokens if size.tokens is not None else patches // patches_per_token
 
 
-def most_tokens(images: SimulatedImages) -> int:
+def max_image_tokens(images: SimulatedImages) -> int:
     """Return the number of LLM tokens of the largest image of an encoder."""
-    each = images.patches_per_token
+    patches_per_token = images.patches_per_token
     sizes = image_sizes(images)
-    return max(tokens_of(s, sides_of(s, side_step(each)).most, each) for s in sizes)
+    return max(
+        image_tokens(s, size_ranges(s, size_step(patches_per_token)).max_patches, patches_per_token)
+        for s in sizes
+    )
 
 
 def sizes_vary(images: SimulatedImages) -> bool:
     """Return True if the images of an encoder have different numbers of patches."""
-    sides = [sides_of(size) for size in image_sizes(images)]
-    return len({own.most for own in sides}) > 1 or any(own.varies for own in sides)
+    sides = [size_ranges(size) for size in image_sizes(images)]
+    return len({ranges.max_patches for ranges in sides}) > 1 or any(
+        ranges.varies for ranges in sides
+    )
 
 
-def encoder_of(config: SimulationConfig, kind: SimulatedSequences) -> str | None:
+def sequence_encoder(config: SimulationConfig, kind: SimulatedSequences) -> str | None:
     """Return the encoder for the images of a type of sequences, or None if it is ambiguous."""
     return kind.encoder or (next(iter(config.images)) if len(config.images) == 1 else None)
 
 
-def contradictions(config: SimulationConfig, sequence_length: int) -> Iterator[Contradiction]:
+def find_conflicts(config: SimulationConfig, sequence_length: int) -> Iterator[ConfigConflict]:
     """Yield the problems of the section for sequences of `sequence_length` tokens."""
-    wrong = list(_wrong_sizes(config))
+    wrong = list(_size_conflicts(config))
     yield from wrong
     if wrong:
         return
@@ -219,113 +226,113 @@ def contradictions(config: SimulationConfig, sequence_length: int) -> Iterator[C
             f"{key}.generated": kind.generated,
             f"{key}.tokens": kind.tokens or [1, 1],
         }
-        wrong = list(_wrong(ranges))
+        wrong = list(_invalid_ranges(ranges))
         yield from wrong
         if not wrong:
-            yield from _in_sequence(config, kind, key, sequence_length)
+            yield from _sequence_conflicts(config, kind, key, sequence_length)
 
 
-def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
+def _size_conflicts(config: SimulationConfig) -> Iterator[ConfigConflict]:
     """Yield the problems of sizes of input images and of target images."""
     for name, images in config.images.items():
         key = f"simulation.images.{name}"
         common_size = (images.patches, images.tokens, images.rows, images.columns)
         if images.sizes and any(value is not None for value in common_size):
-            yield Contradiction(
+            yield ConfigConflict(
                 f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
             )
             continue
-        step = side_step(images.patches_per_token)
+        step = size_step(images.patches_per_token)
         for index, size in enumerate(image_sizes(images)):
-            place = f"{key}.sizes[{index}]" if images.sizes else key
-            yield from _wrong_size(place, size, step)
+            size_key = f"{key}.sizes[{index}]" if images.sizes else key
+            yield from _image_size_conflicts(size_key, size, step)
             if size.patches is None and step**2 != images.patches_per_token:
                 text = "is not a square number, so the multiples of rows and columns are undefined"
-                yield Contradiction(f"{key}.patches_per_token", images.patches_per_token, text)
+                yield ConfigConflict(f"{key}.patches_per_token", images.patches_per_token, text)
     generated = config.generated
     if generated is None:
         return
     key = "simulation.generated"
-    yield from _wrong({f"{key}.frames": generated.frames}, least=1)
+    yield from _invalid_ranges({f"{key}.frames": generated.frames}, min_value=1)
     if generated.sizes and (generated.rows is not None or generated.columns is not None):
-        yield Contradiction(
+        yield ConfigConflict(
             f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
         )
         return
-    for index, grid in enumerate(drawn_sizes(generated)):
-        place = f"{key}.sizes[{index}]" if generated.sizes else key
-        yield from _wrong_sides(place, {"rows": grid.rows, "columns": grid.columns})
+    for index, grid in enumerate(generated_sizes(generated)):
+        size_key = f"{key}.sizes[{index}]" if generated.sizes else key
+        yield from _range_conflicts(size_key, {"rows": grid.rows, "columns": grid.columns})
 
 
-def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradiction]:
+def _image_size_conflicts(key: str, size: SimulatedSize, step: int) -> Iterator[ConfigConflict]:
     """Yield the problems of a size of input images."""
     sides = {"rows": size.rows, "columns": size.columns}
     set_names = [name for name, side in sides.items() if side is not None]
     if size.patches is None:
-        yield from _wrong_sides(key, sides, step, instead=", or patches")
+        yield from _range_conflicts(key, sides, step, alternative=", or patches")
     elif set_names:
         text = f"cannot be combined with patches = {size.patches}; remove one of them"
-        yield Contradiction(f"{key}.{set_names[0]}", sides[set_names[0]], text)
+        yield ConfigConflict(f"{key}.{set_names[0]}", sides[set_names[0]], text)
     else:
-        yield from _wrong_sides(key, {"patches": size.patches})
+        yield from _range_conflicts(key, {"patches": size.patches})
     if size.tokens is not None and len(set(size.patches or ())) != 1:
         text = "applies only to images with one number of patches; set patches_per_token instead"
-        yield Contradiction(f"{key}.tokens", size.tokens, text)
+        yield ConfigConflict(f"{key}.tokens", size.tokens, text)
 
 
-def _wrong_sides(
-    key: str, sides: Mapping[str, Range | None], step: int = 1, instead: str = ""
-) -> Iterator[Contradiction]:
+def _range_conflicts(
+    key: str, sides: Mapping[str, Range | None], step: int = 1, alternative: str = ""
+) -> Iterator[ConfigConflict]:
     """Yield the problems of ranges of patches, rows or columns."""
     if missing := [name for name, side in sides.items() if side is None]:
-        text = f"is required because sizes are unknown; add {' and '.join(missing)}{instead}"
-        yield Contradiction(key, NO_SIZE, text)
+        text = f"is required because sizes are unknown; add {' and '.join(missing)}{alternative}"
+        yield ConfigConflict(key, NO_SIZE, text)
         return
     for name, side in sides.items():
         numbers = side or []
-        wrong = list(_wrong({f"{key}.{name}": numbers}, least=1))
+        wrong = list(_invalid_ranges({f"{key}.{name}": numbers}, min_value=1))
         yield from wrong
         if not wrong and any(number % step for number in numbers):
             text = f"must be multiples of {step}, the square root of patches_per_token"
-            yield Contradiction(f"{key}.{name}", side, text)
+            yield ConfigConflict(f"{key}.{name}", side, text)
 
 
-def _wrong(ranges: dict[str, Range], least: int = 0) -> Iterator[Contradiction]:
+def _invalid_ranges(ranges: dict[str, Range], min_value: int = 0) -> Iterator[ConfigConflict]:
     for key, numbers in ranges.items():
-        if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
-            text = f"must be [minimum, maximum], with a minimum of at least {least}"
-            yield Contradiction(key, numbers, text)
+        if len(numbers) != 2 or not min_value <= numbers[0] <= numbers[1]:
+            text = f"must be [minimum, maximum], with a minimum of at least {min_value}"
+            yield ConfigConflict(key, numbers, text)
 
 
-def _in_sequence(
+def _sequence_conflicts(
     config: SimulationConfig, kind: SimulatedSequences, key: str, sequence_length: int
-) -> Iterator[Contradiction]:
-    encoder = encoder_of(config, kind)
+) -> Iterator[ConfigConflict]:
+    encoder = sequence_encoder(config, kind)
     size = config.images.get(encoder) if encoder else None
     shortest, longest = kind.tokens or [sequence_length, sequence_length]
     if kind.images[1] and size is None:
         text = f"have unknown sizes; add [simulation.images.{encoder or 'NAME'}]"
         if encoder is None and config.images:
             text = f"encoder is ambiguous; set it to one of {', '.join(config.images)}"
-        yield Contradiction(f"{key}.images", kind.images, text)
-    elif size is not None and kind.images[1] * most_tokens(size) > shortest:
-        needed = kind.images[1] * most_tokens(size)
+        yield ConfigConflict(f"{key}.images", kind.images, text)
+    elif size is not None and kind.images[1] * max_image_tokens(size) > shortest:
+        needed = kind.images[1] * max_image_tokens(size)
         text = f"require up to {needed} tokens, more than the {shortest} of a sequence; lower them"
-        yield Contradiction(f"{key}.images", kind.images, text)
+        yield ConfigConflict(f"{key}.images", kind.images, text)
     if longest > sequence_length or shortest < kind.samples:
         text = f"must be between samples = {kind.samples} and sequence_length = {sequence_length}"
-        yield Contradiction(f"{key}.tokens", [shortest, longest], text)
-    drawn = config.generated
-    if drawn is None:
+        yield ConfigConflict(f"{key}.tokens", [shortest, longest], text)
+    generated = config.generated
+    if generated is None:
         if kind.generated[1]:
             text = "have unknown sizes; add [simulation.generated]"
-            yield Contradiction(f"{key}.generated", kind.generated, text)
+            yield ConfigConflict(f"{key}.generated", kind.generated, text)
         return
-    frames = kind.generated[1] * drawn.frames[0]
-    most = drawn.frames_per_sequence
-    if most is not None and frames > most:
+    frames = kind.generated[1] * generated.frames[0]
+    max_frames = generated.frames_per_sequence
+    if max_frames is not None and frames > max_frames:
         text = (
-            f"have at least {frames} frames, but frames_per_sequence = {most}; lower the frames "
-            "or raise the limit"
+            f"have at least {frames} frames, but frames_per_sequence = {max_frames}; lower the "
+            "frames or raise the limit"
         )
-        yield Contradiction(f"{key}.generated", kind.generated, text)
+        yield ConfigConflict(f"{key}.generated", kind.generated, text)

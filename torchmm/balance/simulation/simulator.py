@@ -24,11 +24,11 @@ from math import inf
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, Int64s
+from torchmm.balance.numba_utils import Float64s, Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
-from torchmm.balance.simulation.launched import launch_times
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulation.launch_effects import compute_launch_effects
 from torchmm.balance.simulation.plan_graph import build_plan_graph
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, PlanRules
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
@@ -114,13 +114,13 @@ class SimulatedStep:
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
         busy_ms = list(timeline.busy_ms)
         bubbles = list(timeline.bubbles)
-        covered = launch_times(self.plan, self.costs).covered
+        covered_fraction = compute_launch_effects(self.plan, self.costs).covered_fraction
         for rank, action, start_ms, end_ms in self.records:
-            tensor_ms = min(self.costs.tensor_ms.get(action, 0.0), end_ms - start_ms)
-            tensor_ms *= 1 - covered.get(action, 0.0)
-            if tensor_ms > 0:
-                busy_ms[rank] -= tensor_ms
-                bubbles.append(Bubble(rank, "tp", end_ms - tensor_ms, end_ms))
+            tp_comm_ms = min(self.costs.tp_comm_ms.get(action, 0.0), end_ms - start_ms)
+            tp_comm_ms *= 1 - covered_fraction.get(action, 0.0)
+            if tp_comm_ms > 0:
+                busy_ms[rank] -= tp_comm_ms
+                bubbles.append(Bubble(rank, "tp", end_ms - tp_comm_ms, end_ms))
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
 
 
@@ -136,7 +136,7 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: PlanRules | None = None
         SimulationError: A cost is missing, negative or not a number, or the plan has a deadlock.
             The error message lists all problems.
     """
-    problems = _problems(plan, costs)
+    problems = _cost_problems(plan, costs)
     try:
         nodes = build_plan_graph(plan, costs)
     except SimulationError as error:
@@ -147,13 +147,15 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: PlanRules | None = None
     start_ms = (start_ps / PICOSECONDS_PER_MS).tolist()
     end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # index NONE = -1: start of the step
     records = [
-        ActionRecord(rank, action, end_ms[before] if instant else start_ms[node], end_ms[node])
-        for rank, action, node, before, instant in nodes.actions
+        ActionRecord(
+            rank, action, end_ms[before] if starts_with_before else start_ms[node], end_ms[node]
+        )
+        for rank, action, node, before, starts_with_before in nodes.actions
     ]
-    return SimulatedStep(plan, costs, records, _memory(plan, costs, records, book))
+    return SimulatedStep(plan, costs, records, _memory_timelines(plan, costs, records, book))
 
 
-def _memory(
+def _memory_timelines(
     plan: PipelinePlan, costs: PlanCosts, records: list[ActionRecord], book: PlanRules | None
 ) -> tuple[MemoryTimeline, ...]:
     """Return the memory of each rank over time."""
@@ -195,28 +197,28 @@ def memory_changes(
                     [f"{action} has no position on rank {rank}; see the problems of validate_plan"]
                 )
             allocates, frees = book.bytes_of(rank, action, memory)
-            passing = _passing_bytes(plan, costs, action)
+            passing = _transient_bytes(plan, costs, action)
             rows[position] = allocates + passing, -frees - passing
-        _allocate_ahead(plan, rank, book, memory, rows)
+        _move_early_allocations(plan, rank, book, memory, rows)
         changes.append(rows.reshape(-1))
     return changes
 
 
-def _allocate_ahead(
+def _move_early_allocations(
     plan: PipelinePlan, rank: int, book: PlanRules, memory: MemoryModel, rows: Int64s
 ) -> None:
     """Move the allocations of actions that an LLM action starts early to this LLM action."""
     if not plan.launches:
         return
-    places = {action: place for place, action in enumerate(plan.actions[rank])}
-    for llm in places.keys() & plan.launches.keys():
+    positions = {action: position for position, action in enumerate(plan.actions[rank])}
+    for llm in positions.keys() & plan.launches.keys():
         for action in plan.launches[llm].encoder_actions:
             allocated, _ = book.bytes_of(rank, action, memory)
-            rows[places[action], 0] -= allocated
-            rows[places[llm], 0] += allocated
+            rows[positions[action], 0] -= allocated
+            rows[positions[llm], 0] += allocated
 
 
-def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
+def _transient_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
     """Return the bytes that an action needs only while it runs.
 
     For F without a backward pass, this includes the activations, which are freed at its end.
@@ -229,7 +231,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
     return temporary + costs.saved_bytes.get(action.task, 0)
 
 
-def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
+def _cost_problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
     """Return the problems of costs without those of durations, which `build_plan_graph` reports."""
     problems = []
     if costs.static_bytes and len(costs.static_bytes) != len(plan.actions):
@@ -248,22 +250,22 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
             )
     for program in plan.actions:
         for action in program:
-            if action.type in COMPUTE and action in costs.tensor_ms:
-                problems += _tensor_problems(costs, action)
+            if action.type in COMPUTE and action in costs.tp_comm_ms:
+                problems += _tp_comm_problems(costs, action)
     limit = costs.memory_limit_bytes
     if limit is not None and not limit > 0:
         problems.append(f"memory limit {limit} bytes; must be above 0, or None for no limit")
     return problems
 
 
-def _tensor_problems(costs: PlanCosts, action: Action) -> list[str]:
-    tensor_ms = costs.tensor_ms[action]
+def _tp_comm_problems(costs: PlanCosts, action: Action) -> list[str]:
+    tp_comm_ms = costs.tp_comm_ms[action]
     whole_ms = costs.compute_ms.get(action, inf)
-    if text := duration_problem(tensor_ms):
+    if text := duration_problem(tp_comm_ms):
         return [f"{action}: its exposed communication has {text}"]
-    if tensor_ms > whole_ms:
+    if tp_comm_ms > whole_ms:
         return [
-            f"{action}: {tensor_ms} ms of exposed communication in {whole_ms} ms; the whole "
+            f"{action}: {tp_comm_ms} ms of exposed communication in {whole_ms} ms; the whole "
             "duration includes it"
         ]
     return []

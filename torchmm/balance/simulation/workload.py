@@ -23,27 +23,27 @@ from itertools import pairwise
 import numpy as np
 
 from torchmm.balance.simulation.section import (
-    Sides,
     SimulatedGeneration,
     SimulatedImages,
     SimulatedImageSize,
     SimulatedSequences,
     SimulationConfig,
-    contradictions,
-    drawn_sizes,
-    encoder_of,
+    SizeRanges,
+    find_conflicts,
+    generated_sizes,
     image_sizes,
-    side_step,
-    sides_of,
-    tokens_of,
+    image_tokens,
+    sequence_encoder,
+    size_ranges,
+    size_step,
 )
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 
 SOURCE = "simulation"
 """Name of the data source of sampled sequences."""
-IMAGES = 1
-CLIPS = 2
+IMAGE_SEED = 1
+VIDEO_SEED = 2
 """Seeds of the generators for sizes of images and of videos, separate from all other values."""
 
 
@@ -68,17 +68,17 @@ def sample_microbatches(
         ValueError: The statistics are inconsistent or do not fit into a sequence.
     """
     kinds = config.sequences or [SimulatedSequences()]
-    if problems := list(contradictions(config, sequence_length)):
+    if problems := list(find_conflicts(config, sequence_length)):
         raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in problems))
-    bounds = _bounds([kind.weight for kind in kinds])
+    bounds = _cumulative_probabilities([kind.weight for kind in kinds])
     microbatches = []
     for index in range(count):
         samples: list[SampleMeta] = []
         start = first + index * microbatch_size
-        for place in range(start, start + microbatch_size):
-            rng = np.random.default_rng([config.seed, place])
-            kind = kinds[_pick(bounds, rng)]
-            samples += _sample_sequence(config, kind, place, sequence_length, rng)
+        for index_of_sequence in range(start, start + microbatch_size):
+            rng = np.random.default_rng([config.seed, index_of_sequence])
+            kind = kinds[_sample_index(bounds, rng)]
+            samples += _sample_sequence(config, kind, index_of_sequence, sequence_length, rng)
         microbatches.append(MicrobatchMeta(tuple(samples), microbatch_size * sequence_length))
     return microbatches
 
@@ -86,39 +86,43 @@ def sample_microbatches(
 def _sample_sequence(
     config: SimulationConfig,
     kind: SimulatedSequences,
-    place: int,
+    sequence_index: int,
     sequence_length: int,
     rng: np.random.Generator,
 ) -> list[SampleMeta]:
     """Return the samples of one sequence. Text and images are distributed evenly."""
-    tokens = _between(kind.tokens, rng) if kind.tokens else sequence_length
-    count = _between(kind.images, rng)
-    encoder = encoder_of(config, kind) if count else None
+    tokens = _sample_integer(kind.tokens, rng) if kind.tokens else sequence_length
+    count = _sample_integer(kind.images, rng)
+    encoder = sequence_encoder(config, kind) if count else None
     images: list[ImageMeta] = []
     if encoder is not None:
-        images = _sample_images(config.images[encoder], count, [config.seed, place, IMAGES])
+        images = _sample_images(
+            config.images[encoder], count, [config.seed, sequence_index, IMAGE_SEED]
+        )
     text = tokens - sum(image.tokens for image in images)
     most_samples = max(other.samples for other in config.sequences or [kind])
-    drawn = _between(kind.generated, rng)
-    clips = _sample_clips(config.generated, drawn, rng, [config.seed, place, CLIPS])
+    video_count = _sample_integer(kind.generated, rng)
+    videos = _sample_videos(
+        config.generated, video_count, rng, [config.seed, sequence_index, VIDEO_SEED]
+    )
     shares, texts = (_even_shares(n, kind.samples) for n in (len(images), text))
     samples = []
     for index in range(kind.samples):
-        own_images = tuple(images[shares[index].start : shares[index].stop])
-        length = len(texts[index]) + sum(image.tokens for image in own_images)
-        own_clips = clips[index :: kind.samples]
+        sample_images = tuple(images[shares[index].start : shares[index].stop])
+        length = len(texts[index]) + sum(image.tokens for image in sample_images)
+        sample_videos = videos[index :: kind.samples]
         if length == 0:
             continue  # the sequence has fewer text tokens than samples
         samples.append(
             SampleMeta(
                 source=SOURCE,
-                index=place * most_samples + index,
+                index=sequence_index * most_samples + index,
                 tokens=length,
-                images=own_images,
-                encoder=encoder if own_images else None,
+                images=sample_images,
+                encoder=encoder if sample_images else None,
                 generated=tuple(
                     GeneratedMeta(grid, min(config.generated.context_tokens, length))
-                    for grid in own_clips
+                    for grid in sample_videos
                     if config.generated is not None
                 ),
             )
@@ -128,66 +132,66 @@ def _sample_sequence(
 
 def _sample_images(size: SimulatedImages, count: int, seeds: Sequence[int]) -> list[ImageMeta]:
     """Return metadata of `count` images of an encoder."""
-    each = size.patches_per_token
+    patches_per_token = size.patches_per_token
     sizes = image_sizes(size)
-    sides = [sides_of(image_size, side_step(each)) for image_size in sizes]
+    sides = [size_ranges(image_size, size_step(patches_per_token)) for image_size in sizes]
     weights = [
         image_size.weight if isinstance(image_size, SimulatedImageSize) else 1.0
         for image_size in sizes
     ]
     images = []
-    for which, (rows, columns) in _sample_sides(sides, weights, count, seeds):
-        tokens = tokens_of(sizes[which], rows * columns, each)
+    for which, (rows, columns) in _sample_grids(sides, weights, count, seeds):
+        tokens = image_tokens(sizes[which], rows * columns, patches_per_token)
         images.append(ImageMeta(0, 0, rows * columns, tokens))
     return images
 
 
-def _sample_clips(
+def _sample_videos(
     size: SimulatedGeneration | None, count: int, rng: np.random.Generator, seeds: Sequence[int]
 ) -> Sequence[tuple[int, int, int]]:
     """Return patch grids (frames, rows, columns) of `count` generated videos."""
     if size is None or count == 0:
         return []
-    least, most = size.frames
-    limit = most if size.frames_per_sequence is None else size.frames_per_sequence // count
-    most = max(least, min(most, limit))
-    frames = [_between([least, most], rng) for _ in range(count)]
-    sides = [sides_of(own) for own in drawn_sizes(size)]
-    weights = [own.weight for own in size.sizes] or [1.0]
-    drawn = _sample_sides(sides, weights, count, seeds)
-    return [(n, *own) for n, (_, own) in zip(frames, drawn, strict=True)]
+    min_frames, max_frames = size.frames
+    limit = max_frames if size.frames_per_sequence is None else size.frames_per_sequence // count
+    max_frames = max(min_frames, min(max_frames, limit))
+    frames = [_sample_integer([min_frames, max_frames], rng) for _ in range(count)]
+    sides = [size_ranges(grid) for grid in generated_sizes(size)]
+    weights = [grid.weight for grid in size.sizes] or [1.0]
+    grids = _sample_grids(sides, weights, count, seeds)
+    return [(n, *grid) for n, (_, grid) in zip(frames, grids, strict=True)]
 
 
-def _sample_sides(
-    sizes: Sequence[Sides], weights: Sequence[float], count: int, seeds: Sequence[int]
+def _sample_grids(
+    sizes: Sequence[SizeRanges], weights: Sequence[float], count: int, seeds: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
     """Return (index of the size, (rows, columns)) of `count` images."""
     rng = np.random.default_rng(seeds)
-    bounds = _bounds(weights)
-    chosen = []
+    bounds = _cumulative_probabilities(weights)
+    sampled = []
     for _ in range(count):
-        which = _pick(bounds, rng)
+        which = _sample_index(bounds, rng)
         size = sizes[which]
         rows, columns = (
-            size.step * _between([side[0] // size.step, side[1] // size.step], rng)
+            size.step * _sample_integer([side[0] // size.step, side[1] // size.step], rng)
             for side in (size.rows, size.columns)
         )
-        chosen.append((which, (rows, columns)))
-    return chosen
+        sampled.append((which, (rows, columns)))
+    return sampled
 
 
-def _bounds(weights: Sequence[float]) -> np.ndarray:
+def _cumulative_probabilities(weights: Sequence[float]) -> np.ndarray:
     """Return cumulative probabilities of weights."""
     values = np.array(weights)
     return np.cumsum(values / values.sum())
 
 
-def _pick(bounds: np.ndarray, rng: np.random.Generator) -> int:
+def _sample_index(bounds: np.ndarray, rng: np.random.Generator) -> int:
     """Return a random index with the given cumulative probabilities."""
     return min(int(np.searchsorted(bounds, rng.random(), "right")), len(bounds) - 1)
 
 
-def _between(bounds: Sequence[int], rng: np.random.Generator) -> int:
+def _sample_integer(bounds: Sequence[int], rng: np.random.Generator) -> int:
     return int(rng.integers(bounds[0], bounds[1] + 1))
 
 

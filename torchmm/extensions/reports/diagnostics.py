@@ -20,8 +20,10 @@ from contextlib import ExitStack
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.run_costs import run_costs, run_profile
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.run_costs import build_cost_model, load_run_profile
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
@@ -136,9 +138,11 @@ def predict_peak_bytes(
     metas = [m.task_meta for m in microbatches]
     targets = [m.target_count for m in microbatches]
     try:
-        model = run_costs(run, modules, run_profile(run.recipe, mesh.device))
+        model = build_cost_model(run, modules, load_run_profile(run.recipe, mesh.device))
         layerwise = pipeline.sharding == "layer"
-        costs = costs_of_plan(plan, modules, metas, model, targets=targets, layerwise=layerwise)
+        costs = compute_plan_costs_with_recompute(
+            plan, modules, metas, model, targets=targets, layerwise=layerwise
+        )
         return float(simulate(plan, costs).peak_bytes[mesh.plan_rank])
     except ValueError as error:  # a failed prediction does not stop the run
         logger.warning("memory cannot be predicted: %s", error)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchmm.balance.online_calibration import sum_by_rank, sum_over_ranks
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.rates import rank_totals, step_totals
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
 from torchmm.parallel.mesh import ParallelMesh
@@ -135,7 +135,7 @@ def _read_measured_step(
     records, _ = read_records(directory / f"step-{step}.json")
     rates = {
         kind: total.measured_ms / total.flops
-        for kind, total in step_totals(rank_totals(records, plan.graph, durations)).items()
+        for kind, total in sum_over_ranks(sum_by_rank(records, plan.graph, durations)).items()
         if total.flops > 0
     }
     modules = [stage.module for stage in plan.graph.layout.stages]

@@ -7,7 +7,7 @@ from test_real_flops import FREEZES, batch_of, build, case_of, combine, padding_
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.costs.step_costs import compute_plan_costs
 from torchmm.costs.flops import task_durations
 from torchmm.pipelining.plan.graph import StageGraph
 
@@ -22,7 +22,7 @@ def test_cost_model_flops_match_torch(encoder: str, freeze: tuple[str, ...]) -> 
     metas = [padding_as_sample(m.meta) for m in batch]
     targets = [m.target_count for m in batch]
     model = CostModel(load_profile("cpu"), "float32")
-    costs = plan_costs(graph, modules, metas, model, targets=targets)
+    costs = compute_plan_costs(graph, modules, metas, model, targets=targets)
     durations = task_durations(graph, modules, metas, targets)
     assert costs.flops
     assert all(durations(action) == flops for action, flops in costs.flops.items())

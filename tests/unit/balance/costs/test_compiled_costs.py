@@ -13,7 +13,7 @@ from counting import CountFused, CountTraffic
 from test_part_operators import RealLayer, traffic
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, ShardLinks, gather_operators
+from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, ShardLinks, all_gather_operators
 from torchmm.balance.costs.profiles import assumed_profile
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
@@ -215,7 +215,7 @@ def test_fsdp_copies_match_counted_traffic() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     # The counter counts each write of `copy_` twice, as argument and as result.
     copied = count.nbytes["_to_copy"] + count.nbytes["copy_"] * 2 / 3
-    operators = gather_operators(
+    operators = all_gather_operators(
         model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, ShardLinks(NODE)
     )
     predicted = sum(float(o.memory_bytes) for o in operators)

@@ -105,14 +105,14 @@ def test_recomputation_adds_time_and_saves_memory(mode: str) -> None:
 
 def test_tensor_parallel_speedup_is_sublinear() -> None:
     one, two = costs(layers=(1, 3)), costs(layers=(1, 3), tensor=2)
-    assert one.forward.tensor_ms == pytest.approx([0, 0])
-    compute = two.forward.total_ms - two.forward.tensor_ms
+    assert one.forward.tp_comm_ms == pytest.approx([0, 0])
+    compute = two.forward.total_ms - two.forward.tp_comm_ms
     assert (compute < one.forward.total_ms).all()
     assert (compute > one.forward.total_ms / 2).all()  # norms are not sharded
     # Two all-reduces of 100 x 64 float32 values in each of two layers at 5 GB/s.
-    assert two.forward.tensor_ms == pytest.approx([4 * 100 * 64 * 4 / 5e9 * 1e3] * 2)
+    assert two.forward.tp_comm_ms == pytest.approx([4 * 100 * 64 * 4 / 5e9 * 1e3] * 2)
     hidden = costs(layers=(1, 3), tensor=2, async_tensor=True)
-    assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
+    assert hidden.forward.tp_comm_ms == pytest.approx(two.forward.tp_comm_ms / 2)
 
 
 def test_generator_shards_layers_without_ends() -> None:
@@ -125,7 +125,7 @@ def test_generator_shards_layers_without_ends() -> None:
         for text, generated in zip(*layers, strict=True):
             if isinstance(text, Times):
                 assert generated.total_ms == pytest.approx(text.total_ms)
-                assert generated.tensor_ms == pytest.approx(text.tensor_ms)
+                assert generated.tp_comm_ms == pytest.approx(text.tp_comm_ms)
     around = replace(generator, head_linears=((64, 48),), embedding_linears=((48, 64),))
     ends = [
         [
@@ -143,8 +143,8 @@ def test_generator_communication_does_not_overlap() -> None:
     split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
     generator = replace(LLM, kind="generator")
     plain, overlapped = costs(generator, **split), costs(generator, **split, async_tensor=True)
-    assert overlapped.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
-    assert (overlapped.forward.tensor_ms > 0).all()
+    assert overlapped.forward.tp_comm_ms == pytest.approx(plain.forward.tp_comm_ms)
+    assert (overlapped.forward.tp_comm_ms > 0).all()
 
 
 def test_cross_attention_context_gradient_is_reduced() -> None:
@@ -156,21 +156,21 @@ def test_cross_attention_context_gradient_is_reduced() -> None:
     times = model.stage_costs(generator, 1, 2, sizes, True)
     # Forward has an all-reduce for each of three sublayers. Backward also reduces 8 context tokens.
     rate = 5e9
-    assert times.forward.tensor_ms == pytest.approx([3 * 16 * 64 * 4 / rate * 1e3])
-    assert times.inputs.tensor_ms == pytest.approx([(3 * 16 + 8) * 64 * 4 / rate * 1e3])
+    assert times.forward.tp_comm_ms == pytest.approx([3 * 16 * 64 * 4 / rate * 1e3])
+    assert times.inputs.tp_comm_ms == pytest.approx([(3 * 16 + 8) * 64 * 4 / rate * 1e3])
 
 
 def test_async_tensor_parallelism_repeats_all_gathers() -> None:
     split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
     plain, hidden = costs(**split), costs(**split, async_tensor=True)
-    assert plain.backward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
+    assert plain.backward.tp_comm_ms == pytest.approx(plain.forward.tp_comm_ms)
     # Half of the time overlaps. Backward repeats all-gathers: six transfers instead of four.
-    assert hidden.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms / 2)
-    assert hidden.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms * 6 / 4 / 2)
+    assert hidden.forward.tp_comm_ms == pytest.approx(plain.forward.tp_comm_ms / 2)
+    assert hidden.backward.tp_comm_ms == pytest.approx(plain.backward.tp_comm_ms * 6 / 4 / 2)
     # Half of the inputs of two matmul groups in two layers: 100 x 64 float32 values each.
     assert plain.saved_bytes - hidden.saved_bytes == pytest.approx([2 * 2 * 100 * 64 * 4 / 2] * 2)
     frozen = costs(replace(LLM, trainable=False), **split, async_tensor=True)
-    assert frozen.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms / 2)
+    assert frozen.backward.tp_comm_ms == pytest.approx(plain.backward.tp_comm_ms / 2)
 
 
 def test_bfloat16_moves_half_the_bytes() -> None:
@@ -284,7 +284,7 @@ def test_pipeline_links() -> None:
     )  # two pipeline ranks per node
     assert model.pipeline_link(0, 1) == NODE
     assert model.pipeline_link(1, 2) == NETWORK
-    assert model.transfers_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
+    assert model.transfer_times_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
 
 
 def test_projection_blocks_match_linear_layers() -> None:

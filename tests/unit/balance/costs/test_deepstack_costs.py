@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import _beside, _message_bytes, plan_costs
+from torchmm.balance.costs.step_costs import _extra_values, _message_bytes, compute_plan_costs
 from torchmm.costs.blocks import stage_blocks
 from torchmm.costs.sizes import module_tasks, text_tokens
 from torchmm.models.initialize import init_weights
@@ -55,7 +55,7 @@ def test_deepstack_message_bytes_match_specs(seed: int, cost_model: CostModel) -
         nbytes = dict(
             zip(module.keys, _message_bytes(graph.layout, edge, module, cost_model), strict=True)
         )[key]
-        nbytes += 2 * _beside(graph.layout, edge, tasks).get(key, 0.0)
+        nbytes += 2 * _extra_values(graph.layout, edge, tasks).get(key, 0.0)
         assert nbytes == sum(2 * prod(spec.shape) for spec in tensors), message
         compared += len(tensors) > 1
     assert compared
@@ -65,9 +65,9 @@ def test_deepstack_adds_plan_costs(cost_model: CostModel) -> None:
     graph, batch = graph_and_batch(1)
     metas = [m.meta for m in batch]
     modules = [m.describe() for m in CASE.build().modality_modules()]
-    deep = plan_costs(graph, modules, metas, cost_model)
+    deep = compute_plan_costs(graph, modules, metas, cost_model)
     without = [replace(m, deepstack_layers=()) for m in modules]
-    less = plan_costs(graph, without, metas, cost_model)
+    less = compute_plan_costs(graph, without, metas, cost_model)
     wider = [key for key, time in deep.transfer_ms.items() if time > less.transfer_ms[key]]
     first = graph.layout.stages[0].index
     assert any(message.source == first for message, _ in wider)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from model_cases import LLMS, build
 
-from torchmm.balance.costs.model import CostModel, ShardLinks, gather_operators
+from torchmm.balance.costs.model import CostModel, ShardLinks, all_gather_operators
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.costs.devices import NODE, Device
 from torchmm.costs.execution import Execution
@@ -40,7 +40,7 @@ def test_expert_parallel_rank_gathers_local_experts(llm) -> None:
     sent = {
         execution.expert: next(
             o.network_bytes
-            for o in gather_operators(module, 0, count, execution, 2, ShardLinks(NODE))
+            for o in all_gather_operators(module, 0, count, execution, 2, ShardLinks(NODE))
             if o.kind == "all_gather"
         )
         for execution in (shared, divided)

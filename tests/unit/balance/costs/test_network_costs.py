@@ -57,7 +57,7 @@ def test_all_to_all_uses_local_network_cards() -> None:
 def test_ranks_share_scarce_network_cards() -> None:
     model = CostModel(load_profile("a800_disttrain"))
     assert model.profile.device.network_bytes_per_s == 12.5e9  # four cards of 25 GB/s for 8 ranks
-    times_ms = model.transfers_ms([12.5e9], [NETWORK])
+    times_ms = model.transfer_times_ms([12.5e9], [NETWORK])
     assert times_ms == pytest.approx([1e3 * 50 / 47], rel=1e-3)
 
 

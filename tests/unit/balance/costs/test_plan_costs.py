@@ -12,8 +12,8 @@ from random_orders import random_order
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.devices import NODE
@@ -46,7 +46,7 @@ class Step:
         self.graph = StageGraph(case.layout(), len(batch), parts)
 
     def costs(self, model: CostModel = MODEL) -> PlanCosts:
-        return plan_costs(self.graph, self.modules, self.metas, model, targets=self.targets)
+        return compute_plan_costs(self.graph, self.modules, self.metas, model, targets=self.targets)
 
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
@@ -104,7 +104,7 @@ def test_transfer_times_match_message_bytes(encoder) -> None:
             crosses_ranks = ranks(producer) != ranks(consumer)
             assert (key in costs.transfer_ms) == crosses_ranks
             if crosses_ranks:
-                assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], [NODE])[0]
+                assert costs.transfer_ms[key] == MODEL.transfer_times_ms([nbytes], [NODE])[0]
 
 
 @pytest.mark.parametrize("encoder", KINDS)
@@ -123,7 +123,7 @@ def test_sliced_transfer_times_match_message_bytes(encoder) -> None:
         sent = sum(spec.local_spec(source=True).nbytes for spec in specs[message])
         exact = sum(spec.nbytes for spec in specs[message]) / 2
         assert exact <= sent
-        expected_ms, full_ms = model.transfers_ms([exact, 2 * exact], [NODE] * 2)
+        expected_ms, full_ms = model.transfer_times_ms([exact, 2 * exact], [NODE] * 2)
         assert costs.transfer_ms[message, backward] == pytest.approx(expected_ms)
         assert before.transfer_ms[message, backward] == pytest.approx(full_ms)
     longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}
@@ -144,7 +144,7 @@ def test_transfer_costs_to_more_tensor_ranks() -> None:
     def costs(vision: TensorParallelism, llm: TensorParallelism) -> PlanCosts:
         tensor = {"vision": vision, "llm": llm}
         graph = replace(step.graph, layout=replace(step.graph.layout, tensor_parallel=tensor))
-        return plan_costs(graph, step.modules, step.metas, MODEL)
+        return compute_plan_costs(graph, step.modules, step.metas, MODEL)
 
     plain = costs(TensorParallelism(), TensorParallelism()).transfer_ms
     copied = costs(TensorParallelism(), TensorParallelism(4)).transfer_ms
@@ -166,12 +166,12 @@ def test_unassigned_replicas_have_transfer_times() -> None:
     layout = colocated_layout(layers, 2, slices={"vision": 2})
     counts = {"vision": tuple(int(meta.module_image_count("vision") > 0) for meta in step.metas)}
     graph = StageGraph(layout, len(step.metas), counts)
-    unassigned = plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
+    unassigned = compute_plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
     transfers = 0
     for replica in range(2):
         tasks = [("vision", index, 0) for index, count in enumerate(counts["vision"]) if count]
         assigned = replace(graph, replica=dict.fromkeys(tasks, replica))
-        chosen = plan_costs(assigned, step.modules, step.metas, MODEL).transfer_ms
+        chosen = compute_plan_costs(assigned, step.modules, step.metas, MODEL).transfer_ms
         assert all(unassigned[key] == ms for key, ms in chosen.items())
         transfers += sum(layout.stages[key[0].source].module == "vision" for key in chosen)
     assert transfers == 2 * len(tasks)  # outputs of the second replica, and their gradients
@@ -182,9 +182,9 @@ def test_tensor_parallel_stages_have_exposed_communication() -> None:
     both = {name: Execution(tensor=2) for name in ("vision", "llm")}
     costs = step.costs(CostModel(load_profile("cpu"), "float32", both))
     # Gradients of sharded weights need no communication.
-    assert set(costs.tensor_ms) == {a for a in costs.compute_ms if a.type is not ActionType.W}
-    assert all(0 < ms < costs.compute_ms[action] for action, ms in costs.tensor_ms.items())
-    assert not step.costs().tensor_ms
+    assert set(costs.tp_comm_ms) == {a for a in costs.compute_ms if a.type is not ActionType.W}
+    assert all(0 < ms < costs.compute_ms[action] for action, ms in costs.tp_comm_ms.items())
+    assert not step.costs().tp_comm_ms
 
 
 def test_tied_stages_exchange_gradients() -> None:
@@ -197,12 +197,14 @@ def test_tied_stages_exchange_gradients() -> None:
 def test_plan_costs_reject_mismatched_graph() -> None:
     step = Step(Case("refused", pipeline=2))
     with pytest.raises(ValueError, match="one of each per microbatch"):
-        plan_costs(step.graph, step.modules, step.metas[1:], MODEL, targets=step.targets)
+        compute_plan_costs(step.graph, step.modules, step.metas[1:], MODEL, targets=step.targets)
     with pytest.raises(ValueError, match="no descriptions of the modules"):
-        plan_costs(step.graph, step.modules[1:], step.metas, MODEL)
+        compute_plan_costs(step.graph, step.modules[1:], step.metas, MODEL)
     crowded = StageGraph(step.graph.layout, 1, {"vision": (9,)})
     with pytest.raises(ValueError, match="9 sub-microbatches for the"):
-        plan_costs(crowded, step.modules, [m for m in step.metas if m.image_count][:1], MODEL)
+        compute_plan_costs(
+            crowded, step.modules, [m for m in step.metas if m.image_count][:1], MODEL
+        )
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -220,9 +222,13 @@ def test_layerwise_fsdp_reduces_in_backward(device, each) -> None:
         for sizes in ({}, {"shard": 2, "replicate": 2})
     )
     step_arguments = step.graph, step.modules, step.metas
-    before = plan_costs(*step_arguments, alone, targets=step.targets, layerwise=True).compute_ms
-    after = plan_costs(*step_arguments, sharded, targets=step.targets, layerwise=True).compute_ms
-    assert before == plan_costs(*step_arguments, alone, targets=step.targets).compute_ms
+    before = compute_plan_costs(
+        *step_arguments, alone, targets=step.targets, layerwise=True
+    ).compute_ms
+    after = compute_plan_costs(
+        *step_arguments, sharded, targets=step.targets, layerwise=True
+    ).compute_ms
+    assert before == compute_plan_costs(*step_arguments, alone, targets=step.targets).compute_ms
     last = len(step.metas) - 1
     for action, ms in before.items():
         stage = step.graph.layout.stages[action.stage]

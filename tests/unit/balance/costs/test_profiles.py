@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.balance.costs.profiles import load_profile, profile_from, save_profile
+from torchmm.balance.costs.profiles import load_profile, parse_profile, save_profile
 from torchmm.costs.devices import DEVICES
 from torchmm.costs.operators import KINDS
 
@@ -85,10 +85,10 @@ def test_invalid_profiles_are_rejected(tmp_path, name, content, message) -> None
 def test_profile_host_times_are_optional() -> None:
     assumed = load_profile("h100")
     assert assumed.host_us == {}
-    changed = profile_from({"base": "h100", "host_us": {"attention": 120.0}}, "here")
+    changed = parse_profile({"base": "h100", "host_us": {"attention": 120.0}}, "here")
     assert changed.queueing_us("attention", compiled=True) == 120.0
     assert changed.queueing_us("attention") == changed.launch_us == assumed.launch_us
     with pytest.raises(ValueError, match=r"host_us\.shard_unit"):
-        profile_from({"base": "h100", "host_us": {"shard_unit": 1.0}}, "here")
+        parse_profile({"base": "h100", "host_us": {"shard_unit": 1.0}}, "here")
     measured = load_profile(Path(__file__).parents[4] / "benchmarks/results/profile_h200.json")
     assert measured.queueing_us("copy", compiled=True) == measured.launch_us > 30

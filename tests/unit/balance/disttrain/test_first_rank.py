@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 from schedule_cases import chain
 
-from torchmm.balance.disttrain.reordering.first_rank import anneal_first_rank, first_rank_makespans
-from torchmm.balance.disttrain.reordering.microbatches import makespans_ms
-from torchmm.balance.disttrain.reordering.program import compile_order
+from torchmm.balance.disttrain.reordering.compiled_schedule import compile_schedule
+from torchmm.balance.disttrain.reordering.microbatch_order import makespans_ms
+from torchmm.balance.disttrain.reordering.uneven_first_rank import (
+    anneal_first_rank,
+    first_rank_makespans,
+)
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import one_f_one_b
 
@@ -27,7 +30,7 @@ def test_first_rank_formula_matches_simulation(ranks, microbatches):
     forward, backward = uneven_first_rank(5, ranks, microbatches, rng)
     orders = np.stack([rng.permutation(microbatches) for _ in range(5)])
     graph = StageGraph(chain(ranks), microbatches)
-    program = compile_order(one_f_one_b(graph), graph)
+    program = compile_schedule(one_f_one_b(graph), graph)
     others = np.full(5, 0.0 if ranks == 1 else 1.0)
     makespans = first_rank_makespans(forward[:, 0], backward[:, 0], others, ranks, orders)
     assert makespans == pytest.approx(makespans_ms(program, forward, backward, orders), rel=1e-12)

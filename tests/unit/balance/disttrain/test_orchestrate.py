@@ -10,7 +10,7 @@ from support.papers.baselines import ratio_shares, rigid_plan
 from support.papers.relaxed import relaxed_s
 
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem, UnitCosts
-from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate, plan_with
+from torchmm.balance.disttrain.orchestration.search import UnitSizes, evaluate_sizes, orchestrate
 
 GIB = 2.0**30
 
@@ -30,8 +30,8 @@ def unit(name, kind, seconds=1.0, *, layers=4, efficiency=(1.0, 0.9), **options)
         layers,
         {n: 3 * seconds / n / e for n, e in zip(tensor, efficiency, strict=True)},
         {n: kept / n**0.9 for n in tensor},
-        surge_bytes={n: surge / n for n in tensor},
-        peak_bytes={n: (kept + 0.7 * surge) / n**0.9 for n in tensor},
+        activation_margin_bytes={n: surge / n for n in tensor},
+        max_activation_bytes={n: (kept + 0.7 * surge) / n**0.9 for n in tensor},
         workspace_bytes={n: temporary / n for n in tensor},
         **sizes,
     )
@@ -59,8 +59,8 @@ def random_problem(seed):
             surge=float(rng.random() < 0.5) * 0.5 * GIB,
             temporary=float(rng.random() < 0.5) * 0.3 * GIB,
             transfer_s=float(rng.random() < 0.5) * 0.05,
-            sync_s=float(rng.random() < 0.5) * 0.8,
-            unevenness=float(rng.random() < 0.5) * 0.7,
+            grad_sync_s=float(rng.random() < 0.5) * 0.8,
+            relative_std=float(rng.random() < 0.5) * 0.7,
             virtual_stages=int(rng.integers(1, min(layers, 2) + 1)),
             has_backward=bool(rng.random() < 0.8),
         )
@@ -87,9 +87,10 @@ def naive_seconds(problem, sizes):
             u.virtual_stages * ceil(u.layers / (unit_sizes.pipeline * u.virtual_stages)) / u.layers
         )
         warmup += (seconds + unit_sizes.pipeline * u.transfer_s * samples) / u.virtual_stages
-        slowest = max(slowest, seconds * share * (1 + u.unevenness / samples**0.5))
+        slowest = max(slowest, seconds * share * (1 + u.relative_std / samples**0.5))
         sync = max(
-            sync, u.sync_s * share / unit_sizes.tensor * (unit_sizes.data - 1) / unit_sizes.data
+            sync,
+            u.grad_sync_s * share / unit_sizes.tensor * (unit_sizes.data - 1) / unit_sizes.data,
         )
         in_flight = sum(other.pipeline for other in sizes[i:])
         if u.virtual_stages > 1:
@@ -102,9 +103,11 @@ def naive_seconds(problem, sizes):
         samples_in_flight = samples * in_flight
         kept = (
             u.activation_bytes[unit_sizes.tensor] * samples_in_flight
-            + u.surge_bytes[unit_sizes.tensor] * samples_in_flight**0.5
+            + u.activation_margin_bytes[unit_sizes.tensor] * samples_in_flight**0.5
         )
-        used_bytes += min(kept, u.peak_bytes[unit_sizes.tensor] * samples_in_flight) * share
+        used_bytes += (
+            min(kept, u.max_activation_bytes[unit_sizes.tensor] * samples_in_flight) * share
+        )
         used_bytes += u.workspace_bytes[unit_sizes.tensor] * samples
         if used_bytes > problem.memory_bytes:
             return inf
@@ -200,7 +203,7 @@ def test_weak_scaling_keeps_step_time():
         one = random_problem(seed)
         two = replace(one, devices=2 * one.devices, global_batch_size=2 * one.global_batch_size)
         one, two = (
-            replace(p, memory_bytes=1e15, units=tuple(replace(u, sync_s=0.0) for u in p.units))
+            replace(p, memory_bytes=1e15, units=tuple(replace(u, grad_sync_s=0.0) for u in p.units))
             for p in (one, two)
         )
         assert orchestrate(two)[0].step_s <= orchestrate(one)[0].step_s * (1 + 1e-12)
@@ -208,7 +211,7 @@ def test_weak_scaling_keeps_step_time():
 
 def test_virtual_stages_shorten_warmup():
     plans = [
-        plan_with(problem_of(unit("llm", "llm", virtual_stages=v)), [UnitSizes(1, 2, 2)])
+        evaluate_sizes(problem_of(unit("llm", "llm", virtual_stages=v)), [UnitSizes(1, 2, 2)])
         for v in (1, 2)
     ]
     assert plans[1].warmup_s == plans[0].warmup_s / 2
@@ -220,7 +223,7 @@ def test_memory_is_computed_on_first_rank():
     vision = unit("vision", "encoder", has_backward=False)
     problem = problem_of(vision, unit("llm", "llm", temporary=GIB), unit("image", "generator"))
     problem = replace(problem, devices=11)
-    plan = plan_with(problem, [UnitSizes(1, 2, 1), UnitSizes(2, 2, 2), UnitSizes(1, 1, 1)])
+    plan = evaluate_sizes(problem, [UnitSizes(1, 2, 1), UnitSizes(2, 2, 2), UnitSizes(1, 1, 1)])
     vision, llm, image = (u.used_bytes / GIB for u in plan.units)
     assert vision == 4 + 6 / 2 + 1  # no activations are saved for backward
     # Half of the layers, with the activations of all microbatches in flight, and temporaries.
@@ -229,8 +232,8 @@ def test_memory_is_computed_on_first_rank():
 
 
 def test_uneven_units_get_more_devices():
-    def devices(unevenness):
-        vision = unit("vision", "encoder", 1.9, layers=12, unevenness=unevenness)
+    def devices(relative_std):
+        vision = unit("vision", "encoder", 1.9, layers=12, relative_std=relative_std)
         problem = problem_of(vision, unit("llm", "llm", 6.0, layers=24), devices=16, batch=96)
         return orchestrate(problem)[0].units[0].sizes.devices
 
@@ -271,7 +274,7 @@ def test_flop_ratios_ignore_efficiency():
 
 
 def test_plan_counts_devices_in_use():
-    plan = plan_with(problem_of(unit("llm", "llm"), devices=5), [UnitSizes(1, 4, 1)])
+    plan = evaluate_sizes(problem_of(unit("llm", "llm"), devices=5), [UnitSizes(1, 4, 1)])
     assert plan.step_s == 6 and plan.devices == 4
 
 
@@ -289,7 +292,7 @@ def test_plan_counts_devices_in_use():
 def test_invalid_unit_sizes_are_rejected(sizes, words):
     problem = problem_of(unit("vision", "encoder"), unit("llm", "llm"))
     with pytest.raises(ValueError, match=words):
-        plan_with(problem, [UnitSizes(*s) for s in sizes])
+        evaluate_sizes(problem, [UnitSizes(*s) for s in sizes])
 
 
 @pytest.mark.parametrize(

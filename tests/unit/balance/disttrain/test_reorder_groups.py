@@ -5,7 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from torchmm.balance.disttrain.reordering.groups import TOLERANCE, balance_groups, load_bound
+from torchmm.balance.disttrain.reordering.group_balancing import (
+    TOLERANCE,
+    balance_groups,
+    load_bound,
+)
 
 SIZES = {
     "uniform": lambda rng, n: rng.random(n),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from schedule_cases import LAYOUTS, chain
 
-from torchmm.balance.disttrain.reordering.microbatches import (
-    SearchEffort,
-    interval_orders,
+from torchmm.balance.disttrain.reordering.compiled_schedule import compile_schedule
+from torchmm.balance.disttrain.reordering.microbatch_order import (
+    SwapBudget,
+    fill_interval_orders,
     makespans_ms,
     reorder_microbatches,
 )
-from torchmm.balance.disttrain.reordering.program import compile_order
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
@@ -23,7 +23,7 @@ F, B = ActionType.F, ActionType.B
 
 def program_of(ranks, microbatches, per_rank=1):
     graph = StageGraph(chain(ranks, per_rank), microbatches)
-    return compile_order((one_f_one_b if per_rank == 1 else interleaved_1f1b)(graph), graph)
+    return compile_schedule((one_f_one_b if per_rank == 1 else interleaved_1f1b)(graph), graph)
 
 
 def durations(program, groups, seed, generator=False, others=1.0):
@@ -62,12 +62,12 @@ def test_small_orders_are_near_optimum(per_rank, generator):
 def test_orders_are_permutations_without_slowdown(name):
     layout, schedule = LAYOUTS[name]
     graph = StageGraph(layout, 9)
-    program = compile_order(schedule(graph), graph)
+    program = compile_schedule(schedule(graph), graph)
     rng = np.random.default_rng(3)
     forward, backward = rng.lognormal(0, 0.7, (2, 6, program.stages, 9))
     reordered = reorder_microbatches(program, forward, backward)
     assert (np.sort(reordered, axis=1) == np.arange(9)).all()
-    rule = interval_orders(program, program.checked(forward, backward))
+    rule = fill_interval_orders(program, program.stack_durations(forward, backward))
     best, natural, interval = (
         makespans_ms(program, forward, backward, orders) for orders in (reordered, None, rule)
     )
@@ -81,7 +81,7 @@ def test_reordering_exceeds_published_gain(ranks, microbatches, generator):
     costs = durations(program, 8, 1, generator)
     reordered_ms = makespans_ms(program, *costs, reorder_microbatches(program, *costs))
     assert (makespans_ms(program, *costs) / reordered_ms).mean() > 1.03
-    longer = reorder_microbatches(program, *costs, effort=SearchEffort(50_000, 5_000))
+    longer = reorder_microbatches(program, *costs, swap_budget=SwapBudget(50_000, 5_000))
     assert (reordered_ms / makespans_ms(program, *costs, longer)).mean() < 1.015
 
 
@@ -122,9 +122,9 @@ def naive_interval_order(graph, ranks, forward, backward):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (2, 9), (4, 5), (4, 7), (4, 15)])
 def test_algorithm_3_matches_naive_implementation(ranks, microbatches):
     graph = StageGraph(chain(ranks), microbatches)
-    program = compile_order(one_f_one_b(graph), graph)
+    program = compile_schedule(one_f_one_b(graph), graph)
     forward, backward = durations(program, 4, microbatches, generator=True)
-    orders = interval_orders(program, program.checked(forward, backward)).tolist()
+    orders = fill_interval_orders(program, program.stack_durations(forward, backward)).tolist()
     for order, *costs in zip(orders, forward, backward, strict=True):
         assert order == naive_interval_order(graph, ranks, *costs)
 
@@ -133,7 +133,9 @@ def test_algorithm_3_sorts_few_microbatches():
     program = program_of(4, 4)
     forward = np.ones((1, 4, 4))
     forward[0, 0] = [3.0, 1.0, 4.0, 2.0]
-    assert interval_orders(program, program.checked(forward, forward)).tolist() == [[1, 3, 0, 2]]
+    assert fill_interval_orders(program, program.stack_durations(forward, forward)).tolist() == [
+        [1, 3, 0, 2]
+    ]
 
 
 def test_equal_microbatches_keep_order():

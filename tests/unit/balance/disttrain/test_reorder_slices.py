@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from test_reorder_step import LAYOUTS, MODEL, MODULES, pack, packs
 
-from torchmm.balance.disttrain.arrangement import ordered_layout
-from torchmm.balance.disttrain.reordering.groups import balance_groups
-from torchmm.balance.disttrain.reordering.slices import slice_items
-from torchmm.balance.disttrain.reordering.step import StepReorder
+from torchmm.balance.disttrain.arrangement import layout_with_schedule
+from torchmm.balance.disttrain.reordering.group_balancing import balance_groups
+from torchmm.balance.disttrain.reordering.lockstep_slices import slice_microbatches
+from torchmm.balance.disttrain.reordering.step_reorder import StepReorder
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
@@ -56,7 +56,7 @@ def test_slices_are_near_optimum(ranks, count):
     for seed in range(25):
         costs = make_costs(ranks * count, seed)
         best = min_sum(costs, ranks)
-        ratios.append(sum_of_maxima(costs, slice_items(costs, 1, ranks), ranks) / best)
+        ratios.append(sum_of_maxima(costs, slice_microbatches(costs, 1, ranks), ranks) / best)
         as_loaded = np.arange(ranks * count).reshape(ranks, count)
         natural.append(sum_of_maxima(costs, as_loaded, ranks) / best)
     assert min(ratios) >= 1 - 1e-12, "better than the optimum: the objective differs"
@@ -67,15 +67,15 @@ def test_slices_are_near_optimum(ranks, count):
 @pytest.mark.parametrize(("groups", "ranks", "count"), [(1, 8, 4), (2, 4, 6), (4, 2, 3), (3, 1, 5)])
 def test_slices_use_every_item_once(groups, ranks, count):
     costs = make_costs(groups * ranks * count, seed=1)
-    slices = slice_items(costs, groups, ranks)
+    slices = slice_microbatches(costs, groups, ranks)
     assert slices.shape == (groups * ranks, count)
     assert sorted(slices.ravel().tolist()) == list(range(groups * ranks * count))
-    assert (slices == slice_items(costs.copy(), groups, ranks)).all()
+    assert (slices == slice_microbatches(costs.copy(), groups, ranks)).all()
 
 
 def test_slices_balance_groups_and_ranks():
     costs = make_costs(4 * 8 * 8, seed=2)
-    slices = slice_items(costs, 4, 8)
+    slices = slice_microbatches(costs, 4, 8)
     by_group = costs[:, slices.reshape(4, 8, 8)]
     sums = by_group.max(axis=2).sum(axis=(0, 2))
     assert sums.max() < 1.02 * sums.mean()
@@ -88,12 +88,12 @@ def test_slices_balance_groups_and_ranks():
 def test_single_module_has_sorted_slices():
     costs = make_costs(24, seed=3)[:1]
     slices = np.sort(costs[0])[::-1].reshape(6, 4)
-    assert sum_of_maxima(costs, slice_items(costs, 1, 4), 4) == slices[:, 0].sum()
+    assert sum_of_maxima(costs, slice_microbatches(costs, 1, 4), 4) == slices[:, 0].sum()
 
 
 def step_reorder(synchronized: int, size: int = 1, layout: str = "one rank") -> StepReorder:
     stage_layout, schedule = LAYOUTS[layout]
-    runs = ordered_layout(ParallelConfig.model_validate({"schedule": schedule}), stage_layout)
+    runs = layout_with_schedule(ParallelConfig.model_validate({"schedule": schedule}), stage_layout)
     modules = [m for m in MODULES if m.name in {s.module for s in stage_layout.stages}]
     return StepReorder(
         modules, MODEL, runs, 8, size, balance=True, order=True, synchronized=synchronized
@@ -184,4 +184,4 @@ def test_equal_sums_leave_ranks_idle():
     sums = balance_groups(costs[0], 2)
     assert sum_of_maxima(costs, np.array([[0, 1], [2, 3]]), 2) == 4.0
     assert (costs[0][sums].sum(axis=1) == 3.0).all()
-    assert sum_of_maxima(costs, slice_items(costs, 1, 2), 2) == 3.0
+    assert sum_of_maxima(costs, slice_microbatches(costs, 1, 2), 2) == 3.0

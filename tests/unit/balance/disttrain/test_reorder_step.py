@@ -7,10 +7,10 @@ import pytest
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.arrangement import ordered_layout
-from torchmm.balance.disttrain.reordering.groups import balance_groups
-from torchmm.balance.disttrain.reordering.microbatches import makespans_ms
-from torchmm.balance.disttrain.reordering.step import Chain, StepReorder
+from torchmm.balance.disttrain.arrangement import layout_with_schedule
+from torchmm.balance.disttrain.reordering.group_balancing import balance_groups
+from torchmm.balance.disttrain.reordering.microbatch_order import makespans_ms
+from torchmm.balance.disttrain.reordering.step_reorder import PipelinePositions, StepReorder
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
@@ -99,12 +99,12 @@ def reorder_on(
     is_disaggregated = all(len(names) == 1 for names in owners.values())
     placement = "disaggregated" if is_disaggregated else "interleaved"
     parallel = ParallelConfig.model_validate({"schedule": schedule, "placement": placement})
-    runs = ordered_layout(parallel, layout)
+    runs = layout_with_schedule(parallel, layout)
     return StepReorder(modules, MODEL, runs, groups, size, balance=balance, order=order)
 
 
 def costs(reordering: StepReorder, batch: list[MicrobatchMeta]) -> np.ndarray:
-    return sum(reordering.pack_ms(batch)).sum(axis=0)
+    return sum(reordering.pack_times_ms(batch)).sum(axis=0)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -136,22 +136,22 @@ def test_reordering_shortens_pipelines_within_groups(name: str) -> None:
     places = np.array(reordering(batch).places)[:, :, 0]
     assert [sorted(group) for group in places.tolist()] == [[*range(16)], [*range(16, 32)]]
     layout, schedule = LAYOUTS[name]
-    program = Chain.of(layout, schedule).program(16)
+    program = PipelinePositions.from_layout(layout, schedule).compile(16)
     assert program is not None
-    forward, backward = reordering.pack_ms(batch)
+    forward, backward = reordering.pack_times_ms(batch)
     for group, order in enumerate(places):
         default = slice(16 * group, 16 * group + 16)
-        natural_ms, reordered_ms = (
+        default_order_ms, reordered_ms = (
             makespans_ms(program, forward[None, :, at], backward[None, :, at]).item()
             for at in (default, order)
         )
-        assert reordered_ms < 0.995 * natural_ms
+        assert reordered_ms < 0.995 * default_order_ms
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron_balanced", "interleaved_1f1b"])
 def test_balancing_never_lengthens_steps(name: str) -> None:
     """Check that batches keep their order if balanced sums would take longer."""
-    program = reorder(name, 2, balance=True, order=False).step_program(4)
+    program = reorder(name, 2, balance=True, order=False).compile_step(4)
     assert program is not None
     longer = 0
     for seed in range(60):
@@ -183,14 +183,14 @@ def test_disaggregated_reordering_uses_executed_schedule() -> None:
     several = disaggregated_layout(layers, units, {"llm": 2})
     for layout, schedule in (LAYOUTS["disaggregated"], (several, "interleaved_1f1b")):
         reordering = reorder_on(layout, schedule, 2, balance=True, order=True)
-        program = reordering.step_program(8)
+        program = reordering.compile_step(8)
         assert program is not None
         for seed in range(6):
             batch = packs(16, seed=seed)
             forward_SN, backward_SN = reordering.stage_times(batch)
 
             natural = np.arange(16).reshape(2, reordering._waves, -1)
-            natural_ms, reordered_ms = (
+            default_order_ms, reordered_ms = (
                 makespans_ms(
                     program, forward_SN[:, at].swapaxes(0, 1), backward_SN[:, at].swapaxes(0, 1)
                 )
@@ -199,7 +199,7 @@ def test_disaggregated_reordering_uses_executed_schedule() -> None:
                     np.reshape(reordering(batch).places, (2, 8)),
                 )
             )
-            assert reordered_ms.max() <= natural_ms.max()
+            assert reordered_ms.max() <= default_order_ms.max()
 
 
 def test_replicas_of_plan_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_replicas_of_plan_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
     reordering = reorder("disaggregated", 2, balance=True, order=True)
     ranks = iter(range(0, -4, -1))
     monkeypatch.setattr(
-        reordering, "_slowest", lambda *_: next(ranks)
+        reordering, "_slowest_group_ns", lambda *_: next(ranks)
     )  # no simulation of further candidates
     places, sizes = reordering(batch).places, costs(reordering, batch)
     loads = [
@@ -222,7 +222,7 @@ def test_replicas_of_plan_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_replica_multiplies_stage_time() -> None:
     batch = packs(4)
     layout = LAYOUTS["disaggregated"][0]
-    forward, _ = reorder("disaggregated", 1, balance=True, order=True).pack_ms(batch)
+    forward, _ = reorder("disaggregated", 1, balance=True, order=True).pack_times_ms(batch)
     alone = disaggregated_layout(
         module_layers(MODULES, batch),
         {
@@ -232,7 +232,7 @@ def test_shared_replica_multiplies_stage_time() -> None:
         },
     )
     single = reorder_on(alone, "1f1b", 1, balance=True, order=True)
-    expected, _ = single.pack_ms(batch)
+    expected, _ = single.pack_times_ms(batch)
     assert len({s.ranks for s in layout.stages}) == len(forward) == 4
     np.testing.assert_allclose(
         forward[0], expected[0] * 2 / 3, rtol=1e-6

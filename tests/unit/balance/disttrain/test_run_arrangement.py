@@ -11,11 +11,11 @@ from fuzz.recipes import complete
 from recipe_problems import problems_of
 from small_parts import LLM, VISION
 
-from torchmm.balance.disttrain.arrangement import reordered
-from torchmm.balance.forecasts.first_microbatches import first_microbatches
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.image_shares import ImageBalance
-from torchmm.balance.run_costs import simulated_profile
+from torchmm.balance.disttrain.arrangement import apply_reorder
+from torchmm.balance.image_balancing import ImageBalancer
+from torchmm.balance.recipe_simulation.first_microbatches import first_microbatches
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
+from torchmm.balance.run_costs import load_simulated_profile
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements
@@ -54,9 +54,9 @@ def test_run_and_simulation_reorder_identically(data, tmp_path):
     reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
     assert balance is None
 
-    forecaster = Forecaster(recipe, 4, simulated_profile(recipe))
-    assert forecaster.forecast().step.plan.graph.layout == stage_cut.layout
-    arranged = reordered(reorder, forecaster.sample.packs)
+    forecaster = StepSimulator(recipe, 4, load_simulated_profile(recipe))
+    assert forecaster.simulate_schedule().step.plan.graph.layout == stage_cut.layout
+    arranged = apply_reorder(reorder, forecaster.sample.packs)
     assert forecaster.workload.microbatches in arranged
     # Check that sequences have moved.
     natural = first_microbatches(recipe, forecaster.model, run.data_parallel_size)
@@ -70,7 +70,7 @@ def test_run_balances_images_by_recipe(data, tmp_path):
     stage_cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
     reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
-    assert reorder is None and isinstance(balance, ImageBalance)
+    assert reorder is None and isinstance(balance, ImageBalancer)
     assert balance.names == ["vision"]
 
 

@@ -12,9 +12,9 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.disttrain.orchestration.problem import UnitCosts
 from torchmm.balance.disttrain.orchestration.unit_costs import (
-    Trial,
-    cost_model_run,
+    ModuleCosts,
     fitting_tensor_sizes,
+    module_cost_function,
     profile_units,
 )
 from torchmm.costs.execution import Execution
@@ -24,15 +24,15 @@ PROFILE = load_profile("a800")
 
 
 def resolved_unit_sizes(modules=MODULES, batch=None, run=None, **options) -> tuple[UnitCosts, ...]:
-    run = run or cost_model_run(PROFILE, "bfloat16", modules)
+    run = run or module_cost_function(PROFILE, "bfloat16", modules)
     return profile_units(modules, batch or packs(64), PROFILE, "bfloat16", run, **options)
 
 
-def linear(module, tensor, batch) -> Trial:
+def linear(module, tensor, batch) -> ModuleCosts:
     """Return 2 s per sequence plus 1 s per 1000 units, divided by the tensor-parallel degree."""
     units_N = pack_sizes(module, batch)[1].units_N
     zeros_N = units_N * 0
-    return Trial((2 + units_N / 1000) / tensor, units_N, 3 * units_N, zeros_N + 7)
+    return ModuleCosts((2 + units_N / 1000) / tensor, units_N, 3 * units_N, zeros_N + 7)
 
 
 def test_linear_costs_are_profiled_exactly() -> None:
@@ -101,13 +101,14 @@ def test_memory_bounds_cover_sample_variance() -> None:
     for unit, module in zip(resolved_unit_sizes(batch=batch), MODULES, strict=True):
         kept_N = np.zeros(len(batch))
         at, _ = pack_sizes(module, batch)
-        run = cost_model_run(PROFILE, "bfloat16", MODULES)
+        run = module_cost_function(PROFILE, "bfloat16", MODULES)
         kept_N[at] = run(module, 2, [batch[i] for i in at]).kept_bytes_N
         assert unit.activation_bytes[2] == pytest.approx(kept_N.mean(), rel=0.03)
         for in_flight in (1, 4, 16):
             windows = rng.choice(kept_N, (2000, in_flight)).sum(axis=1)
-            bound = in_flight * unit.activation_bytes[2] + in_flight**0.5 * unit.surge_bytes[2]
-            assert windows.max() <= 1.05 * min(bound, in_flight * unit.peak_bytes[2])
+            margin_bytes = in_flight**0.5 * unit.activation_margin_bytes[2]
+            bound = in_flight * unit.activation_bytes[2] + margin_bytes
+            assert windows.max() <= 1.05 * min(bound, in_flight * unit.max_activation_bytes[2])
 
 
 def test_tensor_sizes_follow_heads() -> None:

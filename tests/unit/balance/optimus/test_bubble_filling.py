@@ -16,16 +16,16 @@ from colocated_cases import (
     random_work,
 )
 
-from torchmm.balance.optimus.encoder_work import EncoderWork
-from torchmm.balance.optimus.free_time import spans_of
-from torchmm.balance.optimus.scheduler import (
+from torchmm.balance.optimus.bubble_scheduler import (
     BubbleFiller,
     BubbleSchedule,
     fill_bubbles,
     search_assignment,
 )
+from torchmm.balance.optimus.encoder_work import EncoderWork
+from torchmm.balance.optimus.idle_intervals import busy_intervals
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, to_picoseconds
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 
 CASES = 60
@@ -36,10 +36,12 @@ def random_case(seed: int):
     ranks, microbatches = rng.choice((2, 4)), rng.choice((4, 6))
     timeline = random_timeline(rng, ranks, microbatches)
     uniform, groups = rng.random() < 0.4, rng.choice((1, 1, 2))
-    works = [random_work(rng, ranks, microbatches, uniform=uniform, tensor_groups=groups)]
+    works = [random_work(rng, ranks, microbatches, uniform=uniform, devices_per_rank=groups)]
     if rng.random() < 0.3:
         works.append(
-            random_work(rng, ranks, microbatches, uniform=False, name="audio", tensor_groups=groups)
+            random_work(
+                rng, ranks, microbatches, uniform=False, name="audio", devices_per_rank=groups
+            )
         )
     return timeline, works
 
@@ -52,7 +54,7 @@ def unequal_case(seed: int):
     widths = {"vision": 2, "audio": 1, "video": 4}
     works = [
         random_work(
-            rng, ranks, microbatches, uniform=False, name=name, tensor_groups=4, width=width
+            rng, ranks, microbatches, uniform=False, name=name, devices_per_rank=4, width=width
         )
         for name, width in rng.sample(sorted(widths.items()), rng.choice((2, 3)))
     ]
@@ -84,9 +86,10 @@ def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
 
 def test_encoder_kernels_avoid_busy_llm_spans(schedules):
     for seed, kind, schedule in schedules:
-        groups = schedule.works[0].tensor_groups
+        groups = schedule.works[0].devices_per_rank
         spans = [
-            spans_of(*rank_schedule, schedule.timeline.pieces) for rank_schedule in schedule.llm
+            busy_intervals(*rank_schedule, schedule.timeline.pieces)
+            for rank_schedule in schedule.llm
         ]
         for kernels in kernels_of(schedule).values():
             for device, start, end, on_links in kernels:
@@ -104,13 +107,13 @@ def test_devices_run_one_kernel_at_a_time(schedules):
 
 def test_kernels_follow_the_pipeline_both_ways(schedules):
     for seed, kind, schedule in schedules:
-        groups, entry = schedule.works[0].tensor_groups, schedule.timeline.entry_rank
+        groups, entry = schedule.works[0].devices_per_rank, schedule.timeline.entry_rank
         entry_times = {a.microbatch: (start, back) for a, start, back in llm_entry(schedule)}
         for (encoder, task, back), kernels in kernels_of(schedule).items():
             if not kernels:
                 continue
             work = schedule.works[encoder]
-            hop = to_picoseconds(work.hops_ms_NS.max(initial=0.0))
+            hop = to_picoseconds(work.transfer_times_ms_NS.max(initial=0.0))
             for (device, _, end, _), (other, start, _, _) in pairwise(kernels):
                 assert end + hop * (device // groups != other // groups) <= start, (seed, kind)
             needed, returned = entry_times[task[0]]
@@ -143,19 +146,19 @@ def llm_entry(schedule: BubbleSchedule):
 def test_kernels_stay_within_the_step(schedules):
     for seed, kind, schedule in schedules:
         total_ps = to_picoseconds(schedule.total_ms)
-        timeline, groups = schedule.timeline, schedule.works[0].tensor_groups
-        gathered = timeline.gathered_ps
+        timeline, groups = schedule.timeline, schedule.works[0].devices_per_rank
+        gathered = timeline.unsharded_ps
         stages = [{a.stage for a in rank.actions} for rank in schedule.llm]
-        each = timeline.own_reduce_ps
+        each = timeline.llm_reduce_ps
         reduce = [sum(each.get(stage, 0) for stage in stages_of_rank) for stages_of_rank in stages]
         last = [each.get(min(stages_of_rank), 0) for stages_of_rank in stages]
         for kernels in kernels_of(schedule).values():
             for device, start, end, _ in kernels:
                 rank = device // groups
                 assert start >= gathered[rank], (seed, kind)
-                remaining = 0 if timeline.reduction_hides else reduce[rank]
+                remaining = 0 if timeline.overlaps_reduction else reduce[rank]
                 assert end + remaining <= total_ps + 2, (seed, kind)
-        remaining = last if timeline.reduction_hides else reduce
+        remaining = last if timeline.overlaps_reduction else reduce
         for rank_schedule, tail in zip(schedule.llm, remaining, strict=True):
             assert rank_schedule.end_ps[-1] + tail <= total_ps + 2
 
@@ -175,7 +178,9 @@ def test_llm_reductions_overlap_encoder_backward():
     )
     ends = {}
     for hides in (False, True):
-        timeline = llm_step(2, 2, 1, "gpipe", costs=costs, sharding="step", reduction_hides=hides)
+        timeline = llm_step(
+            2, 2, 1, "gpipe", costs=costs, sharding="step", overlaps_reduction=hides
+        )
         # Backward passes of stages 3 to 0 end at 5, 6, 7 and 8 ms.
         reduced = [6 + 8, 6 + 7] if not hides else [6 + 3 + 3, 5 + 3 + 3]
         assert timeline.reduced_ps == [to_picoseconds(ms) for ms in reduced]
@@ -197,7 +202,7 @@ def test_all_encoder_work_is_scheduled(schedules):
             for ms in durations[:, :, ~links].flatten()
         )
         assert sum(busy.values()) == expected, (seed, kind)
-        groups = schedule.works[0].tensor_groups
+        groups = schedule.works[0].devices_per_rank
         total_ps = to_picoseconds(schedule.total_ms)
         for device, own_ps in busy.items():
             spans = schedule.timeline.spans[device // groups].computation_ps
@@ -213,10 +218,10 @@ def test_fine_schedules_are_shorter_than_coarse(schedules):
         fine, coarse = totals[seed, "fine"], totals[seed, "coarse"]
         assert fine.total_ms <= coarse.total_ms + 1e-9, seed
         shorter += fine.total_ms < 0.999 * coarse.total_ms
-        hops_ms = sum(2 * work.hops_ms_NS.sum() for work in coarse.works)
-        reduce_ms = sum(coarse.timeline.own_reduce_ps.values()) / PICOSECONDS_PER_MS
+        hops_ms = sum(2 * work.transfer_times_ms_NS.sum() for work in coarse.works)
+        reduce_ms = sum(coarse.timeline.llm_reduce_ps.values()) / PICOSECONDS_PER_MS
         serial_ms = sum(work.busy_ms for work in coarse.works) + hops_ms + reduce_ms
-        gathered_ms = coarse.timeline.gathered_ps.max() / PICOSECONDS_PER_MS
+        gathered_ms = coarse.timeline.unsharded_ps.max() / PICOSECONDS_PER_MS
         assert coarse.total_ms <= coarse.llm_ms + serial_ms + gathered_ms, seed
     assert shorter > CASES / 4
 
@@ -247,10 +252,10 @@ def small_case(seed: int, uniform: bool):
     blocks = np.arange(4, dtype=np.int32).reshape(2, 2)  # two pipelines
     shape = (len(work.tasks), 2, work.forward_ms_NSK.shape[2])
     forward = np.resize(work.forward_ms_NSK, shape)
-    hop = np.resize(work.hops_ms_NS, shape[:2])
+    hop = np.resize(work.transfer_times_ms_NS, shape[:2])
     return timeline, replace(
         work, devices_MS=blocks, forward_ms_NSK=forward, backward_ms_NSK=1.5 * forward,
-        backward_links_K=work.forward_links_K, hop_ms_NS=hop,
+        backward_links_K=work.forward_links_K, transfer_ms_NS=hop,
     )  # fmt: skip
 
 
@@ -262,7 +267,7 @@ def test_uniform_microbatches_are_assigned_optimally(kind):
         filler = BubbleFiller(timeline, [work])
         assignments = product(range(2), repeat=len(work.tasks))
         placed = [filler.evaluate(kind, np.array(a, np.int32)) for a in assignments]
-        greedy = filler.evaluate(kind, filler.forward_first(kind))
+        greedy = filler.evaluate(kind, filler.assign_by_forward(kind))
         tolerance_ps = 1e-4 * to_picoseconds(work.busy_ms)
         assert greedy.before_ps <= min(p.before_ps for p in placed) + tolerance_ps, seed
         best_ms = min(p.total_ps for p in placed) / PICOSECONDS_PER_MS
@@ -283,7 +288,7 @@ def test_small_steps_reach_the_optimum():
         best = min(filler.evaluate("fine", np.array(a, np.int32)).total_ps for a in assignments)
         filled = fill_bubbles(timeline, [work])
         assert filled.total_ms <= best / PICOSECONDS_PER_MS + 1e-9, seed
-        greedy = filler.evaluate("fine", filler.forward_first("fine")).total_ps
+        greedy = filler.evaluate("fine", filler.assign_by_forward("fine")).total_ps
         gains.append(greedy / best - 1)
     assert len(gains) >= 6 and max(gains) > 0.001, "greedy assignments are optimal in these cases"
 
@@ -297,7 +302,7 @@ def test_wide_encoder_waits_for_all_devices():
     tasks, ms = ((0, 0), (0, 1)), np.ones((2, 1, 2))
     both = np.array([[0]], np.int32), np.array([[0], [1]], np.int32)
     vision, audio = (
-        EncoderWork(name, tasks, devices, ms, ms, tensor_groups=2, width=width)
+        EncoderWork(name, tasks, devices, ms, ms, devices_per_rank=2, width=width)
         for name, devices, width in zip(("vision", "audio"), both, (2, 1), strict=True)
     )
     schedule = fill_bubbles(timeline, [vision, audio])
@@ -338,7 +343,7 @@ def test_invalid_encoder_work_is_rejected():
     with pytest.raises(ValueError, match=r"have \[1, 2\] devices per rank"):
         eight = np.arange(8, dtype=np.int32).reshape(8, 1)
         fill_bubbles(
-            timeline, [work, replace(work, name="audio", devices_MS=eight, tensor_groups=2)]
+            timeline, [work, replace(work, name="audio", devices_MS=eight, devices_per_rank=2)]
         )
     with pytest.raises(ValueError, match=r"task \(4, 0\) of a step of 4"):
         fill_bubbles(timeline, [replace(work, tasks=tuple((m, 0) for m in range(1, 5)))])
@@ -362,8 +367,8 @@ def test_annealing_escapes_local_optima():
     start = np.array([0, 1, 0, 1, 0], np.int32)
     assert cost(start) == 7
     choices = [range(2)] * 5
-    best = search_assignment([start], choices, cost, evaluations=25, enough=6)
+    best = search_assignment([start], choices, cost, evaluations=25, stop_cost=6)
     assert cost(best) == 6
-    again = search_assignment([start], choices, cost, evaluations=25, enough=6)
+    again = search_assignment([start], choices, cost, evaluations=25, stop_cost=6)
     assert (best == again).all(), "the search is not deterministic"
     assert (search_assignment([start], choices, cost, evaluations=0) == start).all()

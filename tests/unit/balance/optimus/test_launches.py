@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_mirrors import graph
 
-from torchmm.balance.optimus.ahead import Ahead
-from torchmm.balance.optimus.launch_choice import plan_launches
-from torchmm.balance.optimus.launches import with_launches
-from torchmm.balance.optimus.llm_orders import llm_orders
-from torchmm.balance.optimus.order import optimus_steps
-from torchmm.balance.simulation.launched import launch_times, timed_pieces
+from torchmm.balance.optimus.action_order import optimus_steps
+from torchmm.balance.optimus.encoder_overlap import EncoderOverlap
+from torchmm.balance.optimus.launch_planning import plan_launches
+from torchmm.balance.optimus.launches import add_launches
+from torchmm.balance.optimus.llm_schedules import llm_schedules
+from torchmm.balance.plan_costs import LayerPiece, LayerPieces, PlanCosts
+from torchmm.balance.simulation.launch_effects import action_pieces, compute_launch_effects
 from torchmm.balance.simulation.simulator import memory_changes, simulate
-from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
 from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.pipelining.checks.rules import PlanRules
 from torchmm.pipelining.checks.validate import validate_plan
@@ -29,12 +29,12 @@ SHARE = 0.4
 PARTS = (6, 5, 6, 7, 6, 6)
 SHARES = (0.2, 0.1, 0.1, 0.3, 0.0, 0.3)
 PIECES = LayerPieces(
-    tuple(Piece(share, False) for share in SHARES),
-    tuple(Piece(share, False) for share in SHARES[::-1]),
+    tuple(LayerPiece(share, False) for share in SHARES),
+    tuple(LayerPiece(share, False) for share in SHARES[::-1]),
 )
 SENDS = LayerPieces(
-    tuple(Piece(share, i in (2, 5)) for i, share in enumerate(SHARES)),
-    tuple(Piece(share, i in (2, 5)) for i, share in enumerate(SHARES[::-1])),
+    tuple(LayerPiece(share, i in (2, 5)) for i, share in enumerate(SHARES)),
+    tuple(LayerPiece(share, i in (2, 5)) for i, share in enumerate(SHARES[::-1])),
 )
 
 
@@ -52,7 +52,12 @@ def costs_of(step, pieces: LayerPieces = PIECES, **more) -> PlanCosts:
             sends = task.stage not in encoders or pieces is SENDS
             tensor[action] = SHARE * compute[action] if sends else 0.0
     return PlanCosts(
-        compute, tensor, runs_beside=True, pieces={"vision": pieces}, collectives=(4, 4), **more
+        compute,
+        tensor,
+        overlaps_communication=True,
+        pieces={"vision": pieces},
+        collectives=(4, 4),
+        **more,
     )
 
 
@@ -60,13 +65,13 @@ def planned(pipeline: int = 1, mirrors: int = 1, parts=PARTS):
     """Return a plan with each encoder action at the position of its last piece."""
     step = graph(pipeline, mirrors, parts)
     costs = costs_of(step)
-    orders = llm_orders(step, costs, "interleaved_1f1b", 64)
-    step_plan = next(optimus_steps(step, costs, orders, "fine", "step", inside=True))
+    orders = llm_schedules(step, costs, "interleaved_1f1b", 64)
+    step_plan = next(optimus_steps(step, costs, orders, "fine", "step", use_tp_bubbles=True))
     return lower_plan(step_plan.order, step_plan.graph, {}, sharding="step")
 
 
 def launched(plan: PipelinePlan, pieces: LayerPieces = PIECES) -> PipelinePlan:
-    with_pieces = with_launches(plan, plan_launches(plan, costs_of(plan.graph, pieces)))
+    with_pieces = add_launches(plan, plan_launches(plan, costs_of(plan.graph, pieces)))
     validate_plan(with_pieces).raise_for_problems()
     return with_pieces
 
@@ -79,7 +84,7 @@ def test_launched_pieces_save_time_without_llm_delay(pipeline, mirrors, pieces):
     costs = costs_of(plan.graph, pieces)
     assert with_pieces.launches
     assert sum(sum(launch.pieces_per_collective) for launch in with_pieces.launches.values()) > 50
-    times = launch_times(with_pieces, costs)
+    times = compute_launch_effects(with_pieces, costs)
     encoders = encoder_stages(plan.graph)
     for action, shift_ms in times.shift_ms.items():
         if action.stage in encoders:
@@ -110,11 +115,11 @@ def test_launches_keep_compute_order():
 def test_useless_launches_are_not_planned():
     plan = planned()
     costs = costs_of(plan.graph)
-    assert not plan_launches(plan, replace(costs, runs_beside=False))
-    assert not plan_launches(plan, replace(costs, tensor_ms={}))
+    assert not plan_launches(plan, replace(costs, overlaps_communication=False))
+    assert not plan_launches(plan, replace(costs, tp_comm_ms={}))
     assert not plan_launches(plan, replace(costs, pieces={}))
-    short = {a: ms / 1000 for a, ms in costs.tensor_ms.items()}
-    assert not plan_launches(plan, replace(costs, tensor_ms=short)), (
+    short = {a: ms / 1000 for a, ms in costs.tp_comm_ms.items()}
+    assert not plan_launches(plan, replace(costs, tp_comm_ms=short)), (
         "pieces do not fit into collectives"
     )
 
@@ -123,12 +128,14 @@ def test_oversized_pieces_delay_the_llm():
     plan = planned()
     with_pieces = launched(plan)
     costs = costs_of(plan.graph)
-    shorter = replace(costs, tensor_ms={a: ms / 4 for a, ms in costs.tensor_ms.items()})
-    late = {a: ms for a, ms in launch_times(with_pieces, shorter).shift_ms.items() if ms > 0}
+    shorter = replace(costs, tp_comm_ms={a: ms / 4 for a, ms in costs.tp_comm_ms.items()})
+    late = {
+        a: ms for a, ms in compute_launch_effects(with_pieces, shorter).shift_ms.items() if ms > 0
+    }
     assert late and not {a.stage for a in late} & encoder_stages(plan.graph)
-    serial = simulate(with_pieces, replace(costs, runs_beside=False))
+    serial = simulate(with_pieces, replace(costs, overlaps_communication=False))
     assert serial.makespan_ms == pytest.approx(
-        simulate(plan, replace(costs, runs_beside=False)).makespan_ms, rel=0.3
+        simulate(plan, replace(costs, overlaps_communication=False)).makespan_ms, rel=0.3
     )
 
 
@@ -137,11 +144,11 @@ def test_pieces_sum_to_action_time():
     for pieces in (PIECES, SENDS):
         costs = costs_of(step, pieces)
         for action in (Action(ActionType.F, 0, 0, 1), Action(ActionType.B, 3, 0, 0)):
-            pieces_ms = timed_pieces(action, step, costs)
+            pieces_ms = action_pieces(action, step, costs)
             assert len(pieces_ms) == 7
             total_ms = sum(piece.compute_ms + piece.send_ms for piece in pieces_ms)
             assert total_ms == pytest.approx(costs.compute_ms[action])
-    assert timed_pieces(Action(ActionType.F, 0, 0, 1), step, replace(costs, pieces={})) == []
+    assert action_pieces(Action(ActionType.F, 0, 0, 1), step, replace(costs, pieces={})) == []
 
 
 def test_launched_activations_are_allocated_at_launch():
@@ -258,7 +265,9 @@ def test_runtime_launches_planned_pieces(timed):
         hooks = LayerHooks()
         handled = StepHandler(hooks, plan)
         mark = (lambda: next(ticks)) if timed else None
-        overlap = Ahead(plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark)
+        overlap = EncoderOverlap(
+            plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark
+        )
         context = overlap.active()
         handlers = context.__enter__()
         row = [action for action in program if action.type in COMPUTE]
@@ -307,7 +316,7 @@ def test_error_in_piece_stops_the_step():
                 hooks.hook_for("llm")()
 
     hooks = LayerHooks()
-    overlap = Ahead(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
+    overlap = EncoderOverlap(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
     with pytest.raises(ValueError, match="failed piece"), overlap.active() as handlers:
         handlers[llm.type](llm)
     assert not overlap._thread.is_alive()

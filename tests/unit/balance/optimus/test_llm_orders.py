@@ -6,10 +6,10 @@ from math import inf
 
 from test_optimus import random_step
 
-from torchmm.balance.optimus.choice import bubble_choices
-from torchmm.balance.optimus.llm_orders import llm_orders, sequences
-from torchmm.balance.optimus.llm_timeline import llm_timeline
-from torchmm.balance.optimus.order import optimus_steps
+from torchmm.balance.optimus.action_order import optimus_steps
+from torchmm.balance.optimus.llm_schedules import llm_schedules, microbatch_sequences
+from torchmm.balance.optimus.llm_timeline import build_llm_timeline
+from torchmm.balance.optimus.schedule_selection import select_schedules
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -20,19 +20,21 @@ EVALUATIONS = 40
 
 
 def alone_ms(graph: StageGraph, costs, order) -> float:
-    return llm_timeline(graph, order, costs, lambda a: (0.0, costs.compute_ms[a])).llm_ps * 1e-9
+    return (
+        build_llm_timeline(graph, order, costs, lambda a: (0.0, costs.compute_ms[a])).llm_ps * 1e-9
+    )
 
 
 def test_searched_orders_are_complete_and_faster():
     faster = 0
     for seed in range(12):
         graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
-        named = list(llm_orders(graph, costs, "interleaved_1f1b", EVALUATIONS))
-        all_orders = list(llm_orders(graph, costs, "searched", EVALUATIONS))
+        named = list(llm_schedules(graph, costs, "interleaved_1f1b", EVALUATIONS))
+        all_orders = list(llm_schedules(graph, costs, "searched", EVALUATIONS))
         assert all_orders[: len(named)] == named, "named orders come first"
         for order in all_orders:
             assert [Counter(row) for row in order] == [Counter(row) for row in named[0]], seed
-        published = named[: len(list(sequences(graph, costs)))]
+        published = named[: len(list(microbatch_sequences(graph, costs)))]
         shortest_ms = min(alone_ms(graph, costs, order) for order in published)
         faster += min(alone_ms(graph, costs, order) for order in all_orders) < 0.999 * shortest_ms
     assert faster > 2
@@ -53,8 +55,8 @@ def test_frozen_llm_skips_backward_actions():
         if action.type.value == "F" or frozen.needs_backward(action.stage, action.microbatch)
     }
     frozen_costs = replace(costs, compute_ms=compute_ms)
-    named, *_ = llm_orders(frozen, frozen_costs, "interleaved_1f1b", EVALUATIONS)
-    *_, searched = llm_orders(frozen, frozen_costs, "searched", EVALUATIONS)
+    named, *_ = llm_schedules(frozen, frozen_costs, "interleaved_1f1b", EVALUATIONS)
+    *_, searched = llm_schedules(frozen, frozen_costs, "searched", EVALUATIONS)
     assert [Counter(row) for row in searched] == [Counter(row) for row in named]
 
 
@@ -64,7 +66,7 @@ def test_searched_llm_never_lengthens_step():
         graph, costs, _ = random_step(seed, wires=True)
         ends = {}
         for schedule in ("interleaved_1f1b", "searched"):
-            *_, best = bubble_choices(
+            *_, best = select_schedules(
                 graph, costs,
                 llm_schedule=schedule, granularity="fine", sharding="step", evaluations=20,
             )  # fmt: skip
@@ -79,13 +81,13 @@ def test_adjusted_warmups_shorten_some_steps():
     shorter = 0
     for seed in range(24):
         graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
-        *_, best = bubble_choices(
+        *_, best = select_schedules(
             graph, costs,
             llm_schedule="interleaved_1f1b", granularity="fine", sharding="step", evaluations=20,
         )  # fmt: skip
         published = [
             backbone_order(graph, interleaved_1f1b, sequence)
-            for sequence in sequences(graph, costs)
+            for sequence in microbatch_sequences(graph, costs)
         ]
         published_ms = inf
         for kind in ("coarse", "fine"):

@@ -9,11 +9,11 @@ import pytest
 from colocated_cases import llm_step, random_timeline
 from support.models.layer_pieces import layer_pieces
 
-from torchmm.balance.optimus.free_time import ALWAYS_PS
-from torchmm.balance.optimus.llm_timeline import llm_timeline
+from torchmm.balance.optimus.idle_intervals import INFINITY_PS
+from torchmm.balance.optimus.llm_timeline import build_llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -43,24 +43,24 @@ def test_forwards_are_deferred_without_delaying_backwards():
         rng = random.Random(seed)
         timeline = random_timeline(rng, rng.choice((2, 3, 4)), rng.choice((4, 6)))
         late = starts(timeline)
-        early = starts(timeline.waiting({}))
+        early = starts(timeline.with_release_times({}))
         for action, start in late.items():
             if action.type is ActionType.F:
                 assert start >= early[action], seed
         # All forward actions can wait for their deferred starts together, but not longer.
-        together = starts(timeline.waiting(late))
+        together = starts(timeline.with_release_times(late))
         assert together == late, seed
         for action in rng.sample(sorted(late, key=str), 10):
             if action.type is ActionType.F:
-                moved = starts(timeline.waiting({**late, action: late[action] + 1}))
+                moved = starts(timeline.with_release_times({**late, action: late[action] + 1}))
                 later = [a for a in late if a.type is not ActionType.F and moved[a] > late[a]]
                 assert later, (seed, action)
 
 
 def test_figure_12_forwards_are_deferred():
     # Four devices with two chunks each and eight microbatches: F5 to F8 can wait, F1 to F4 cannot.
-    early = llm_step(4, 2, 8, defer=False).needed_ps / PICOSECONDS_PER_MS
-    late = llm_step(4, 2, 8).needed_ps / PICOSECONDS_PER_MS
+    early = llm_step(4, 2, 8, defer=False).deadline_ps / PICOSECONDS_PER_MS
+    late = llm_step(4, 2, 8).deadline_ps / PICOSECONDS_PER_MS
     assert early[:4].tolist() == late[:4].tolist() == [0, 1, 2, 3]
     assert (late[4:] >= early[4:]).all() and (late[4:7] > early[4:7]).all()
     assert early[4] == 8
@@ -72,7 +72,7 @@ def test_fewer_warmups_defer_forwards_further():
         llm_step(4, 2, 8, partial(interleaved_1f1b, adjusted=each)) for each in (False, True)
     )
     assert published.llm_ps == adjusted.llm_ps == 57 * PICOSECONDS_PER_MS
-    later_ms = (adjusted.needed_ps - published.needed_ps) / PICOSECONDS_PER_MS
+    later_ms = (adjusted.deadline_ps - published.deadline_ps) / PICOSECONDS_PER_MS
     assert later_ms.tolist() == [0, 0, 0, 0, 6, 7, 9, 9]
 
 
@@ -104,28 +104,28 @@ def test_timeline_matches_simulated_step():
         stages = range(len(graph.layout.stages))
         costs = PlanCosts(
             compute,
-            tensor_ms={a: 0.3 * ms for a, ms in compute.items()},
+            tp_comm_ms={a: 0.3 * ms for a, ms in compute.items()},
             gather_ms={s: 0.5 + s for s in stages},
             reduce_ms={s: 1.5 for s in stages},
         )
         pieces = layer_pieces(graph, costs)
-        timeline = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
+        timeline = build_llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
         simulated = simulate(lower_plan(order, graph, {}, sharding="step"), costs).timeline
         assert timeline.llm_ps / PICOSECONDS_PER_MS == pytest.approx(simulated.makespan_ms)
 
 
 def test_free_time_complements_busy_spans():
     timeline = random_timeline(random.Random(3), 2, 4)
-    for free, kind in ((timeline.free_compute(), 1), (timeline.free_links(), 0)):
+    for free, kind in ((timeline.idle_compute(), 1), (timeline.idle_links(), 0)):
         for rank, busy_spans in enumerate(timeline.spans):
             rank_slice = slice(free.pointers[rank], free.pointers[rank + 1])
             start, end = free.start_ps[rank_slice], free.end_ps[rank_slice]
-            assert start[0] == -ALWAYS_PS and end[-1] == ALWAYS_PS
+            assert start[0] == -INFINITY_PS and end[-1] == INFINITY_PS
             assert (start < end).all() and (end[:-1] < start[1:]).all()
             for begin, stop in busy_spans[kind].T:
                 assert not ((start < stop) & (end > begin)).any()
             busy_ps = int((busy_spans[kind][1] - busy_spans[kind][0]).sum())
-            assert int((end - start).sum()) + busy_ps == 2 * ALWAYS_PS
+            assert int((end - start).sum()) + busy_ps == 2 * INFINITY_PS
 
 
 def test_invalid_orders_are_rejected():
@@ -136,10 +136,10 @@ def test_invalid_orders_are_rejected():
     pieces = layer_pieces(graph, PlanCosts(compute))
     with pytest.raises(SimulationError, match="0F0 on rank 0 has no duration"):
         costs = PlanCosts({a: ms for a, ms in compute.items() if str(a) != "0F0"})
-        llm_timeline(graph, order, costs, pieces)
+        build_llm_timeline(graph, order, costs, pieces)
     with pytest.raises(ValueError, match=r"ranks \[1\] run no LLM action"):
-        llm_timeline(graph, (order[0], ()), PlanCosts(compute), pieces)
+        build_llm_timeline(graph, (order[0], ()), PlanCosts(compute), pieces)
     with pytest.raises(SimulationError, match="requires an action that is not in the order"):
-        llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute), pieces)
+        build_llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute), pieces)
     with pytest.raises(SimulationError, match="form a cycle"):
-        llm_timeline(graph, (order[0][::-1], order[1]), PlanCosts(compute), pieces)
+        build_llm_timeline(graph, (order[0][::-1], order[1]), PlanCosts(compute), pieces)

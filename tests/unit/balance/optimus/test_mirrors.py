@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.optimus.order import optimus
+from torchmm.balance.optimus.action_order import best_optimus_step
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
@@ -47,7 +47,7 @@ def durations(step: StageGraph) -> dict[Action, float]:
 
 
 def planned(step: StageGraph, sharding="none"):
-    step_plan = optimus(step, PlanCosts(durations(step)))
+    step_plan = best_optimus_step(step, PlanCosts(durations(step)))
     return lower_plan(step_plan.order, step_plan.graph, {}, sharding)
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.optimus.llm_orders import sequences
-from torchmm.balance.optimus.order import optimus
+from torchmm.balance.optimus.action_order import best_optimus_step
+from torchmm.balance.optimus.llm_schedules import microbatch_sequences
 from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -97,14 +97,14 @@ def test_optimus_plans_are_valid_within_estimated_time(granularity):
     for seed in range(60):
         graph, costs, schedule = random_step(seed)
         sharding = "step" if seed % 2 else "none"
-        costs = replace(costs, runs_beside=seed % 4 < 2)
-        planned = optimus(
+        costs = replace(costs, overlaps_communication=seed % 4 < 2)
+        planned = best_optimus_step(
             graph, costs, llm_schedule=schedule, granularity=granularity, sharding=sharding,
             evaluations=10,
         )  # fmt: skip
         assert order_problems(planned.graph, planned.order) == [], seed
         plan = lower_plan(
-            planned.order, planned.graph, {}, sharding, reduces_early=costs.runs_beside
+            planned.order, planned.graph, {}, sharding, reduces_early=costs.overlaps_communication
         )
         validate_plan(plan).raise_for_problems()
         simulated_ms = simulate(plan, costs).makespan_ms
@@ -122,7 +122,7 @@ def test_optimus_plans_are_valid_within_estimated_time(granularity):
 def test_transfer_times_extend_the_plan():
     for seed in range(20):
         graph, costs, schedule = random_step(seed, wires=True)
-        planned = optimus(graph, costs, llm_schedule=schedule, evaluations=10)
+        planned = best_optimus_step(graph, costs, llm_schedule=schedule, evaluations=10)
         plan = lower_plan(planned.order, planned.graph, {})
         # Messages can wait for each other on a channel, which the estimate does not include.
         simulated_ms = simulate(plan, costs).makespan_ms
@@ -131,7 +131,7 @@ def test_transfer_times_extend_the_plan():
 
 def test_every_encoder_task_runs_in_one_pipeline():
     graph, costs, _ = random_step(7)
-    planned = optimus(graph, costs)
+    planned = best_optimus_step(graph, costs)
     ranks: dict[tuple, set[int]] = {}
     size = {}
     for stage in graph.layout.stages:
@@ -171,7 +171,7 @@ def test_encoder_slices_fit_into_smaller_bubbles():
     totals = []
     for slices in (1, 4):
         graph = vision_step(12, slices)
-        planned = optimus(graph, uniform(graph, lambda _: 1.0 / slices))  # noqa: B023
+        planned = best_optimus_step(graph, uniform(graph, lambda _: 1.0 / slices))  # noqa: B023
         totals.append(planned.schedule.total_ms)
     assert totals[1] < totals[0]
 
@@ -180,7 +180,7 @@ def test_encoders_in_bubbles_shorten_the_step():
     # Encoder and LLM have the same work per rank, which is distributed over all ranks.
     graph = vision_step(8, 4)
     costs = uniform(graph, lambda _: 0.25)
-    planned = optimus(graph, costs)
+    planned = best_optimus_step(graph, costs)
     bound_ms = 8 * 3.0 + 8 * 3.0 / 4  # computation per rank
     assert bound_ms <= planned.schedule.total_ms < planned.schedule.llm_ms + 8 * 3.0 / 4
 
@@ -189,16 +189,18 @@ def test_small_microbatches_run_first_if_faster(monkeypatch):
     graph = vision_step(8, 1)
     work = [4.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     costs = uniform(graph, lambda task: work[task.microbatch])
-    monkeypatch.setattr("torchmm.balance.optimus.llm_orders.sequences", lambda *_: [range(8)])
-    default_ms = optimus(graph, costs).schedule.total_ms
+    monkeypatch.setattr(
+        "torchmm.balance.optimus.llm_schedules.microbatch_sequences", lambda *_: [range(8)]
+    )
+    default_ms = best_optimus_step(graph, costs).schedule.total_ms
     monkeypatch.undo()
-    planned = optimus(graph, costs)
+    planned = best_optimus_step(graph, costs)
     assert planned.schedule.total_ms < default_ms
-    entries = [a.microbatch for a in planned.schedule.timeline.entries()]
+    entries = [a.microbatch for a in planned.schedule.timeline.first_stage_forwards()]
     assert sorted(entries) == list(range(8)) and entries[0] != 0
-    orders = list(sequences(graph, costs))
+    orders = list(microbatch_sequences(graph, costs))
     assert orders[0] == list(range(8)) and orders[1][-1] == 0
-    assert len(list(sequences(graph, uniform(graph, lambda _: 1.0)))) == 1
+    assert len(list(microbatch_sequences(graph, uniform(graph, lambda _: 1.0)))) == 1
 
 
 def test_frozen_encoders_have_no_backward():
@@ -218,13 +220,13 @@ def test_frozen_encoders_have_no_backward():
         )
         layout = colocated_layout([encoder, llm], 4, slices={"vision": 2})
         graph = StageGraph(layout, 8, {"vision": (1,) * 8})
-        planned = optimus(graph, uniform(graph, lambda _: 0.5))
+        planned = best_optimus_step(graph, uniform(graph, lambda _: 0.5))
         backwards = {a.stage for row in planned.order for a in row if a.type is T.B}
         trained_stages[name] = backwards & {0, 1}
         full = StageGraph(
             colocated_layout([trained, llm], 4, slices={"vision": 2}), 8, {"vision": (1,) * 8}
         )
-        trained_plan = optimus(full, uniform(full, lambda _: 0.5))
+        trained_plan = best_optimus_step(full, uniform(full, lambda _: 0.5))
         assert planned.schedule.total_ms < trained_plan.schedule.total_ms
     assert trained_stages == {"all": set(), "but the connector": {1}}
 
@@ -233,6 +235,6 @@ def test_incomplete_costs_and_schedules_are_rejected():
     graph, costs, _ = random_step(0)
     missing = {a: ms for a, ms in costs.compute_ms.items() if a.stage or a.type is not T.F}
     with pytest.raises(SimulationError, match="has no duration; compute the costs from the graph"):
-        optimus(graph, PlanCosts(missing))
+        best_optimus_step(graph, PlanCosts(missing))
     with pytest.raises(ValueError, match="unknown schedule 'none'"):
-        optimus(graph, costs, llm_schedule="none")
+        best_optimus_step(graph, costs, llm_schedule="none")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_mirrors import graph
 
-from torchmm.balance.optimus.ahead import Ahead
-from torchmm.balance.optimus.pieces import stop_in_layers
+from torchmm.balance.optimus.encoder_overlap import EncoderOverlap
+from torchmm.balance.optimus.yield_points import insert_yield_points
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.build import build_model
 from torchmm.models.encoders import EncoderModule
@@ -104,8 +104,10 @@ def run_in_pieces(
     encoder, backbone = Action(ActionType.F, 0, 0), Action(ActionType.F, 4, 0)
     plan = lower_plan(forward_only(step), step, {}, training=False)
     plan = replace(plan, launches={backbone: EncoderLaunch((encoder,), tuple(pieces))})
-    ahead = Ahead(plan, {ActionType.F: lambda a: work() if a == encoder else llm()}, hooks, CPU)
-    with ahead.active() as handlers:
+    ahead = EncoderOverlap(
+        plan, {ActionType.F: lambda a: work() if a == encoder else llm()}, hooks, CPU
+    )
+    with ahead.activate() as handlers:
         handlers[ActionType.F](backbone)
         handlers[ActionType.F](encoder)
 
@@ -118,7 +120,7 @@ def test_pieces_compute_the_same_as_layers(tower, recompute):
     expected = run(encoder, inputs)
     model, encoder = build(tower)
     hooks = LayerHooks()
-    stop_in_layers(encoder, hooks.hook_for("encoder"), sends=False)
+    insert_yield_points(encoder, hooks.hook_for("encoder"), sends=False)
     apply_activation_checkpoint(encoder, recompute)
     outputs = []
     launched = 0
@@ -151,7 +153,7 @@ def test_encoder_outside_thread_does_not_stop():
     _, encoder = build("clip")
     inputs = inputs_of(encoder)
     hooks = LayerHooks()
-    stop_in_layers(encoder, hooks.hook_for("encoder"), sends=False)
+    insert_yield_points(encoder, hooks.hook_for("encoder"), sends=False)
     run(encoder, inputs)
     run_in_pieces(hooks, lambda: run(encoder, inputs), lambda: run(encoder, inputs), [])
 

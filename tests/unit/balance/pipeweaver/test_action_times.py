@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from torchmm.balance.rates import MOST_CONSTANT, ActionTimes, Total
+from torchmm.balance.online_calibration import MAX_CONSTANT_FRACTION, ActionTimes, ActionTotals
 from torchmm.balance.transfer_times import (
-    BLOCKED_MS,
-    MESSAGES,
+    MAX_MESSAGES,
+    MIN_BLOCKED_MS,
     TransferTimes,
-    between_ranks_ms,
-    message_stamps,
+    message_timestamps,
+    rank_pair_times_ms,
 )
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.plan import ActionRecord
@@ -19,18 +19,18 @@ F = ActionType.F
 KEY = 0, "vision", F
 
 
-def total_of(actions: list[tuple[float, float]]) -> Total:
+def total_of(actions: list[tuple[float, float]]) -> ActionTotals:
     """Return the totals of actions with (FLOPs, ms)."""
-    total = Total(0.0, 0.0)
+    total = ActionTotals(0.0, 0.0)
     for flops, ms in actions:
-        total = total.plus(Total(ms, flops, 1.0, flops**2, ms * flops))
+        total = total.plus(ActionTotals(ms, flops, 1.0, flops**2, ms * flops))
     return total
 
 
 def learned(*steps: list[tuple[float, float]]) -> ActionTimes:
     times = ActionTimes()
     for step in steps:
-        times.learn({KEY: total_of(step)})
+        times.update({KEY: total_of(step)})
     return times
 
 
@@ -65,7 +65,7 @@ def test_fitted_times_sum_to_measured_time():
         total_ms = sum(fit.constant_ms + fit.ms_per_flop * flops for flops, _ in actions)
         assert total_ms == pytest.approx(sum(ms for _, ms in actions))
         mean_ms = total_ms / len(actions)
-        assert 0 <= fit.constant_ms <= MOST_CONSTANT * mean_ms * (1 + 1e-9)
+        assert 0 <= fit.constant_ms <= MAX_CONSTANT_FRACTION * mean_ms * (1 + 1e-9)
         assert fit.ms_per_flop > 0
 
 
@@ -74,17 +74,17 @@ def test_ranks_have_separate_recent_times():
     for step in range(12):
         slow = 3.0 if step >= 6 else 1.0
         actions = [1e8, 4e8, 9e8]
-        times.learn(
+        times.update(
             {
                 (rank, "llm", F): total_of([(f, 1e-9 * f * (slow if rank else 1)) for f in actions])
                 for rank in (0, 1)
             }
         )
-    fits = times.fits()
+    fits = times.fit_lines()
     assert fits[0, "llm", F].ms_per_flop == pytest.approx(1e-9)
     assert fits[1, "llm", F].ms_per_flop == pytest.approx(3e-9, rel=0.05)
-    times.learn({(0, "llm", F): Total(0.0, 0.0)})  # a step without actions
-    assert times.fits() == fits
+    times.update({(0, "llm", F): ActionTotals(0.0, 0.0)})  # a step without actions
+    assert times.fit_lines() == fits
 
 
 CHANNELS = [(0, 1), (1, 0)]
@@ -111,7 +111,7 @@ def records_of(
             receive = Action(ActionType[f"RECV_{kind}"], 1 - source, number, 0, source, source)
             wait = receive._replace(type=ActionType[f"WAIT_{kind}"])
             began_ms = sent_ms - 5.0 if waits else arrived_ms + 20.0
-            ended_ms = arrived_ms if waits else began_ms + BLOCKED_MS / 2
+            ended_ms = arrived_ms if waits else began_ms + MIN_BLOCKED_MS / 2
             for rank, action, begin, end in (
                 (1 - source, receive, began_ms - 1.0, began_ms - 0.9),
                 (source, send, sent_ms, sent_ms + 0.1),
@@ -125,26 +125,26 @@ def records_of(
 @pytest.mark.parametrize("clock_ms", [0.0, 1e6, -37.5])
 def test_message_times_are_independent_of_clocks(clock_ms):
     ranks = records_of((3.0, 5.0), clock_ms)
-    stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
-    assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
+    stamps = sum(message_timestamps(records, CHANNELS) for records in ranks)
+    assert rank_pair_times_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
 
 
 def test_messages_without_waits_are_not_timed():
-    stamps = sum(message_stamps(r, CHANNELS) for r in records_of((3.0, 5.0), 0.0, waits=False))
-    assert between_ranks_ms(stamps, CHANNELS) == {}
+    stamps = sum(message_timestamps(r, CHANNELS) for r in records_of((3.0, 5.0), 0.0, waits=False))
+    assert rank_pair_times_ms(stamps, CHANNELS) == {}
     one_way, _ = records_of((3.0, 5.0), 0.0)
-    assert between_ranks_ms(message_stamps(one_way, CHANNELS), CHANNELS) == {}
+    assert rank_pair_times_ms(message_timestamps(one_way, CHANNELS), CHANNELS) == {}
 
 
 def test_number_of_timed_messages_is_limited():
-    ranks = records_of((3.0, 5.0), 2.0, messages=MESSAGES + 10)
-    stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
-    assert stamps.shape == (2, MESSAGES, 4) and stamps[..., 1].sum() == 2 * MESSAGES
-    assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
+    ranks = records_of((3.0, 5.0), 2.0, messages=MAX_MESSAGES + 10)
+    stamps = sum(message_timestamps(records, CHANNELS) for records in ranks)
+    assert stamps.shape == (2, MAX_MESSAGES, 4) and stamps[..., 1].sum() == 2 * MAX_MESSAGES
+    assert rank_pair_times_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
 
 
 def test_message_times_are_smoothed():
     times = TransferTimes()
-    times.learn({(0, 1): 4.0})
-    times.learn({(0, 1): 2.0, (1, 2): 1.0})
+    times.update({(0, 1): 4.0})
+    times.update({(0, 1): 2.0, (1, 2): 1.0})
     assert times.ms == {(0, 1): 3.0, (1, 2): 1.0}

@@ -10,9 +10,9 @@ from dispatch_cases import even_costs, pipeline
 from naive_dispatch import B, F, NaiveDispatch, random_dispatch
 
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
@@ -27,7 +27,7 @@ def shuffled(dispatcher: Dispatcher, seed: int) -> np.ndarray:
     groups = list(range(len(dispatcher.groups)))
     rng.shuffle(order)
     rng.shuffle(groups)
-    kinds = np.array(order), dispatcher.order_of_groups(groups), dispatcher.natural_order
+    kinds = np.array(order), dispatcher.order_of_groups(groups), dispatcher.default_order
     return rng.choice(kinds)
 
 
@@ -208,7 +208,7 @@ def test_many_segments_are_dispatched():
     graph = pipeline(1, [1] * 2100)
     dispatcher = Dispatcher(graph, even_costs(graph))
     assert len(dispatcher.segments) == 4200
-    done = dispatcher.dispatch(dispatcher.natural_order[::-1])
+    done = dispatcher.dispatch(dispatcher.default_order[::-1])
     assert done.makespan_ms == 2100 * 9
     forwards = [a.microbatch for a in done.order[0] if a.type is F and a.stage == 1]
     assert forwards == list(range(2099, -1, -1))

@@ -9,9 +9,9 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.pipeweaver.order_search.bounds import _one_rank, lower_bound_ms
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.pipeweaver.schedule_search.bounds import _preemptive_end_ps, lower_bound_ms
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 
 
@@ -125,9 +125,9 @@ def test_bound_of_unequal_ranks_includes_all_paths():
 
 def test_rank_bound_allows_interrupted_work():
     # Work with a long tail is available late, so the rank must not start with all other work.
-    assert _one_rank([(0, 5, 0), (3, 2, 10)]) == 15
-    assert _one_rank([(0, 5, 0), (3, 2, 0)]) == 7
-    assert _one_rank([(4, 1, 2), (0, 1, 0)]) == 7
+    assert _preemptive_end_ps([(0, 5, 0), (3, 2, 10)]) == 15
+    assert _preemptive_end_ps([(0, 5, 0), (3, 2, 0)]) == 7
+    assert _preemptive_end_ps([(4, 1, 2), (0, 1, 0)]) == 7
     for seed in range(200):
         rng = random.Random(seed)
         jobs = [
@@ -142,4 +142,4 @@ def test_rank_bound_allows_interrupted_work():
                 end = max(end, now + tail)
             ends.append(end)
         simple = min(o[0] for o in jobs) + sum(o[1] for o in jobs) + min(o[2] for o in jobs)
-        assert simple <= _one_rank(jobs) <= min(ends)
+        assert simple <= _preemptive_end_ps(jobs) <= min(ends)

@@ -7,14 +7,18 @@ from pipeline_cases import Case, varied_microbatch
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
-from torchmm.balance.schedules import step_search
+from torchmm.balance.pipeweaver.activation_checkpointing.memory_aware_search import (
+    MemoryAwareSearch,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuner, LayerTuning
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, SearchSettings
+from torchmm.balance.pipeweaver.schedule_search.step_search import StepSearch
+from torchmm.balance.schedules import build_step_search
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_plans import searched_costs
+from torchmm.balance.step_plans import compute_search_costs
 from torchmm.costs.flops import module_layers
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -26,7 +30,7 @@ CONFIG = ParallelConfig.model_validate(
     {"pipeline": 2, "schedule": "searched", "vision": {"sub_microbatch_images": 2}}
 )
 MODEL = CostModel(load_profile("cpu"), "float32")
-BUDGET, SETTINGS = Budget(evaluations=600), Settings()
+BUDGET, SETTINGS = SearchBudget(evaluations=600), SearchSettings()
 
 
 class Step:
@@ -39,17 +43,17 @@ class Step:
         self.metas = [varied_microbatch(i, {"vision": 8}, case.kinds).meta for i in range(8)]
         layout = separated_layout(module_layers(self.modules, self.metas), 2)
         self.graph = step_graph(layout, CONFIG, self.metas)
-        self.costs = searched_costs(self.graph, self.modules, self.metas, MODEL)
+        self.costs = compute_search_costs(self.graph, self.modules, self.metas, MODEL)
         self.names = frozenset(modules)
 
-    def tuner(self, limit: int) -> Tuner:
+    def tuner(self, limit: int) -> LayerTuner:
         tuning = LayerTuning(MODEL, self.names, limit)
-        return Tuner(self.graph, self.modules, self.metas, tuning)
+        return LayerTuner(self.graph, self.modules, self.metas, tuning)
 
     def tuned(self, order, limit: int):
         plan = self.tuner(limit).tune(lower_plan(order, self.graph, {}, receives_ahead=10**6)).plan
         validate_plan(plan).raise_for_problems()
-        costs = costs_of_plan(plan, self.modules, self.metas, MODEL)
+        costs = compute_plan_costs_with_recompute(plan, self.modules, self.metas, MODEL)
         return simulate(plan, costs)
 
 
@@ -69,18 +73,22 @@ def limits(step) -> list[int]:
 
 def test_predicted_time_matches_tuned_plan(step, limits):
     for limit in limits:
-        result = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
+        result = MemoryAwareSearch(step.graph, step.costs, step.tuner(limit)).search(
+            BUDGET, SETTINGS
+        )
         simulated = step.tuned(result.order, limit)
         assert simulated.makespan_ms == pytest.approx(result.predicted_ms, rel=1e-6)
         assert max(simulated.peak_bytes) <= limit
-        assert result.predicted_ms <= min(result.natural_ms, result.static_ms)
+        assert result.predicted_ms <= min(result.default_order_ms, result.static_ms)
 
 
 def test_joint_search_beats_sequential_tuning(step, limits):
     gains = []
     for limit in limits:
-        result = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
-        alone = step_search(step.graph, replace(step.costs, memory_limit_bytes=limit))
+        result = MemoryAwareSearch(step.graph, step.costs, step.tuner(limit)).search(
+            BUDGET, SETTINGS
+        )
+        alone = build_step_search(step.graph, replace(step.costs, memory_limit_bytes=limit))
         before = step.tuned(alone.search(BUDGET, SETTINGS).order, limit)
         gains.append(before.makespan_ms / result.predicted_ms - 1)
     assert min(gains) > -0.01
@@ -88,7 +96,7 @@ def test_joint_search_beats_sequential_tuning(step, limits):
 
 
 def test_sufficient_memory_needs_no_tuning(step):
-    plenty = TunedSearch(step.graph, step.costs, step.tuner(1 << 50))
+    plenty = MemoryAwareSearch(step.graph, step.costs, step.tuner(1 << 50))
     result = plenty.search(BUDGET, SETTINGS)
     free = StepSearch(step.graph, replace(step.costs, memory_limit_bytes=1 << 50))
     assert result.order == free.search(BUDGET.part(0.5), SETTINGS).order or (
@@ -99,7 +107,9 @@ def test_sufficient_memory_needs_no_tuning(step):
 
 def test_equal_budgets_find_equal_orders(step, limits):
     orders = [
-        TunedSearch(step.graph, step.costs, step.tuner(limits[1])).search(BUDGET, SETTINGS).order
+        MemoryAwareSearch(step.graph, step.costs, step.tuner(limits[1]))
+        .search(BUDGET, SETTINGS)
+        .order
         for _ in range(2)
     ]
     assert orders[0] == orders[1]
@@ -111,15 +121,15 @@ def test_measured_times_scale_recomputation(step, limits):
     costs = replace(step.costs, compute_ms=slow, transfer_ms={})
     same = replace(step.costs, transfer_ms={})
     tuner = step.tuner(limits[1])
-    result = TunedSearch(step.graph, same, tuner).search(BUDGET, SETTINGS)
-    slower = TunedSearch(step.graph, costs, tuner).search(BUDGET, SETTINGS)
+    result = MemoryAwareSearch(step.graph, same, tuner).search(BUDGET, SETTINGS)
+    slower = MemoryAwareSearch(step.graph, costs, tuner).search(BUDGET, SETTINGS)
     assert slower.predicted_ms == pytest.approx(2 * result.predicted_ms, rel=0.01)
 
 
 def test_unsatisfiable_limit_uses_plain_search(step):
     tuner = step.tuner(1000)
-    assert not TunedSearch(step.graph, step.costs, tuner).fits
-    assert isinstance(step_search(step.graph, step.costs, tuner=tuner), StepSearch)
+    assert not MemoryAwareSearch(step.graph, step.costs, tuner).fits
+    assert isinstance(build_step_search(step.graph, step.costs, tuner=tuner), StepSearch)
 
 
 def test_callback_can_stop_the_search(step, limits):
@@ -129,7 +139,7 @@ def test_callback_can_stop_the_search(step, limits):
         improvements.append((ms, make()))
         return False
 
-    tuned = TunedSearch(step.graph, step.costs, step.tuner(limits[1]))
+    tuned = MemoryAwareSearch(step.graph, step.costs, step.tuner(limits[1]))
     result = tuned.search(BUDGET, SETTINGS, once)
     assert (
         len(improvements) == 1

@@ -18,23 +18,30 @@ from test_plan_costs import Step
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.recomputation import tuning as tuning_module
-from torchmm.balance.pipeweaver.recomputation.costs import (
-    LAYER_MODES,
-    MOST_CANDIDATES,
-    StageRecompute,
-    charged,
-    costs_of_plan,
-    ordered,
-    stage_candidates,
-    stage_choices,
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.activation_checkpointing import tuning as tuning_module
+from torchmm.balance.pipeweaver.activation_checkpointing.rank_problems import (
+    CandidateTables,
+    build_rank_problems,
 )
-from torchmm.balance.pipeweaver.recomputation.rank_problems import Rows, rank_problems
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, TunedPlan, tune_layers
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    LAYER_MODES,
+    MAX_CANDIDATES,
+    StageRecompute,
+    add_recompute_costs,
+    compute_plan_costs_with_recompute,
+    sort_candidates,
+    stage_candidates,
+    stage_recompute_costs,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import (
+    LayerTuning,
+    TunedPlan,
+    tune_layers,
+)
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
 from torchmm.costs.execution import Execution
 from torchmm.pipelining.checks.validate import validate_plan
@@ -95,11 +102,11 @@ def test_uniform_mode_matches_module_costs(case, mode):
     step = Step(case)
     plan = planned(step, 0)
     layers = {s.index: s.stop - s.start for s in step.graph.layout.stages}
-    choices = stage_choices(
+    choices = stage_recompute_costs(
         step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
     )
     recompute = {t: (mode,) * layers[t.stage] for c in choices.values() for t in c.tasks}
-    charged_costs = costs_of_plan(
+    charged_costs = compute_plan_costs_with_recompute(
         replace(plan, recompute=recompute), step.modules, step.metas, MODEL, targets=step.targets
     )
     uniform = replace(MODEL, executions={n: Execution(recompute=mode) for n in BOTH})
@@ -125,10 +132,12 @@ def test_memory_of_choices_matches_simulation(split):
         step = Step(case, seed + 2)
         plan = planned(step, seed, split, messages=False)
         costs = step.costs()
-        choices = stage_choices(
+        choices = stage_recompute_costs(
             step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
         )
-        problems = rank_problems(plan, costs, Rows(costs, choices, MOST_CANDIDATES), 1 << 50)
+        problems = build_rank_problems(
+            plan, costs, CandidateTables(costs, choices, MAX_CANDIDATES), 1 << 50
+        )
         for _ in range(5):
             recompute, peaks = {}, []
             for each in problems:
@@ -139,7 +148,7 @@ def test_memory_of_choices_matches_simulation(split):
                 peaks.append((1 << 50) - int((each.problem.free_bytes_T - used_T).min()))
             chosen = replace(plan, recompute=recompute)
             validate_plan(chosen).raise_for_problems()
-            simulated = simulate(chosen, charged(costs, recompute, choices))
+            simulated = simulate(chosen, add_recompute_costs(costs, recompute, choices))
             assert simulated.peak_bytes == pytest.approx(peaks, abs=60)
         assert any(recompute.values())
 
@@ -197,7 +206,7 @@ def test_mirrors_choose_the_same_modes(monkeypatch):
 
     shares = (0.2, 0.4, 0.6, 0.8)
     assert not any(map(differing_tasks, shares))
-    monkeypatch.setattr(tuning_module, "_differing", lambda *_: {})
+    monkeypatch.setattr(tuning_module, "_differing_mirrors", lambda *_: {})
     assert any(map(differing_tasks, shares))
 
 
@@ -252,10 +261,10 @@ def test_first_layers_recompute_most():
     kept = np.array([[[100.0], [40.0], [10.0]]])
     again = np.array([[[0.0], [1.0], [4.0]]])
     choices = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * again, again, 0 * again, kept)
-    assert choices.passing_bytes_N(("full", "selective", "none")) == [0]
-    assert choices.passing_bytes_N(("none", "none", "full")) == [90]
-    assert choices.passing_bytes_N(("full", "full", "full")) == [90]
-    assert choices.passing_bytes_N(("full", "full", "selective")) == [60]
+    assert choices.transient_bytes_N(("full", "selective", "none")) == [0]
+    assert choices.transient_bytes_N(("none", "none", "full")) == [90]
+    assert choices.transient_bytes_N(("full", "full", "full")) == [90]
+    assert choices.transient_bytes_N(("full", "full", "selective")) == [60]
     for modes in stage_candidates(choices):
         ranks = [LAYER_MODES.index(mode) for mode in modes]
         assert ranks == sorted(ranks, reverse=True)
@@ -294,7 +303,9 @@ def test_inputs_are_offloaded_only_if_faster():
     assert any(lean.host_bytes)
     simulated = simulate(lean.plan, lean.costs)
     assert simulated.fits
-    again = costs_of_plan(lean.plan, step.modules, step.metas, DISCRETE, targets=step.targets)
+    again = compute_plan_costs_with_recompute(
+        lean.plan, step.modules, step.metas, DISCRETE, targets=step.targets
+    )
     assert pairs_ms(again) == pytest.approx(pairs_ms(lean.costs))
     slow = replace(DISCRETE.profile.device, host_bytes_per_s=1e6)
     far = replace(both, model=replace(DISCRETE, profile=replace(DISCRETE.profile, device=slow)))
@@ -322,10 +333,10 @@ def test_received_inputs_are_not_offloaded():
     later = replace(first_stage, received_bytes_MN=np.array([[0.0], [0.0], [0.0], [10.0]]))
     offloaded = ("offload",) * 3
     assert first_stage.saved_bytes_N(offloaded) == [300] and later.saved_bytes_N(offloaded) == [290]
-    assert first_stage.passing_bytes_N(offloaded) == [100] and later.passing_bytes_N(offloaded) == [
-        100
-    ]
-    assert later.passing_bytes_N(("offload", "none", "none")) == [0]
+    assert first_stage.transient_bytes_N(offloaded) == [100] and later.transient_bytes_N(
+        offloaded
+    ) == [100]
+    assert later.transient_bytes_N(("offload", "none", "none")) == [0]
     assert first_stage.host_bytes_N(("full", "offload", "none")) == [16]  # a power of two
     assert first_stage.host_bytes_N(("full", "selective", "none")) == [0]
     assert ("full", "offload", "offload") in stage_candidates(later, 1000)
@@ -339,7 +350,7 @@ def test_received_inputs_are_not_offloaded():
 def test_dominated_candidates_are_removed():
     extra_NC = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 2.0], [0.0, 1.0, 2.0]])
     kept_NC = np.array([[9, 5, 1], [9, 5, 1], [9, 10, 1]])
-    assert ordered(extra_NC, kept_NC).tolist() == [[0, 1, 2], [0, 2, 2], [0, 2, 2]]
+    assert sort_candidates(extra_NC, kept_NC).tolist() == [[0, 1, 2], [0, 2, 2], [0, 2, 2]]
 
 
 @pytest.mark.parametrize("name", ["vlm_s", "t2v_s"])
@@ -349,24 +360,28 @@ def test_published_models_match_uniform_mode_costs(name, mode):
     overrides = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "none"]
     recipe = load_recipe(path, [*overrides, "--activation_checkpoint.modules", "{}"]).recipe
     recipe.activation_checkpoint.modules.clear()
-    simulator = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
+    simulator = StepSimulator(
+        recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device)
+    )
     executions = module_executions(simulator.run, simulator.modules, simulator.profile.device.type)
     metas = simulator.workload.microbatches
     parallel = recipe.parallel.model_copy(update={"schedule": "separated"})
     graph = step_graph(plan_layout(parallel, simulator.modules, metas), parallel, metas)
-    keeping, uniform_model = (
+    no_recompute, uniform_model = (
         CostModel(simulator.profile, "bfloat16", {
             n: replace(e, recompute=recompute) for n, e in executions.items()
         })
         for recompute in ("none", mode)
     )  # fmt: skip
-    choices = stage_choices(graph, simulator.modules, metas, keeping, names=frozenset(executions))
+    choices = stage_recompute_costs(
+        graph, simulator.modules, metas, no_recompute, names=frozenset(executions)
+    )
     layers = {s.index: s.stop - s.start for s in graph.layout.stages}
     recompute = {t: (mode,) * layers[t.stage] for c in choices.values() for t in c.tasks}
-    charged_costs = charged(
-        plan_costs(graph, simulator.modules, metas, keeping), recompute, choices
+    charged_costs = add_recompute_costs(
+        compute_plan_costs(graph, simulator.modules, metas, no_recompute), recompute, choices
     )
-    uniform = plan_costs(graph, simulator.modules, metas, uniform_model)
+    uniform = compute_plan_costs(graph, simulator.modules, metas, uniform_model)
     for task in recompute:
         assert charged_costs.saved_bytes[task] == pytest.approx(uniform.saved_bytes[task], abs=2)
         for kind in (ActionType.F, ActionType.B):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.integer_program import solve_exactly
 
-from torchmm.balance.pipeweaver.recomputation.prices import solve_quickly
-from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem
+from torchmm.balance.pipeweaver.activation_checkpointing.lagrangian import solve_lagrangian
+from torchmm.balance.pipeweaver.activation_checkpointing.problem import TuningProblem
 
 
 def random_problem(seed: int, pairs: int, candidates: int, room: float, split: bool = False):
@@ -24,17 +24,17 @@ def random_problem(seed: int, pairs: int, candidates: int, room: float, split: b
     shape = pairs, candidates
     extra_NC = np.cumsum(rng.integers(0, 9, shape), 1).astype(float)
     kept_NC = np.sort(rng.integers(5, 100, shape), 1)[:, ::-1].astype(np.int64)
-    passing_NC = np.zeros(shape, np.int64)
-    passing_NC[:, -1] = kept_NC[:, -2] - kept_NC[:, -1] if candidates > 1 else 0
+    transient_NC = np.zeros(shape, np.int64)
+    transient_NC[:, -1] = kept_NC[:, -2] - kept_NC[:, -1] if candidates > 1 else 0
     later_NC = np.zeros(shape, np.int64)
     if split:
         later_NC[:, 0] = kept_NC[:, 0] * 3 // 2
-        passing_NC[:, 0] = later_NC[:, 0] - kept_NC[:, 0]
+        transient_NC[:, 0] = later_NC[:, 0] - kept_NC[:, 0]
     zeros_T = np.zeros(positions, np.int64)
     problem = TuningProblem(
-        start_N, middle_N, end_N, extra_NC, kept_NC, passing_NC, later_NC, zeros_T
+        start_N, middle_N, end_N, extra_NC, kept_NC, transient_NC, later_NC, zeros_T
     )
-    max_T, min_T = (problem.used_bytes_T(c) for c in (problem.fastest_N, problem.leanest_N))
+    max_T, min_T = (problem.used_bytes_T(c) for c in (problem.fastest_N, problem.min_memory_N))
     peak = round(min_T.max() + room * (max_T.max() - min_T.max()))
     wobble_T = rng.integers(0, 10, positions)
     return replace(problem, free_bytes_T=np.maximum(peak + wobble_T, min_T))
@@ -55,7 +55,7 @@ def naive_usage(problem: TuningProblem, choice_N: np.ndarray) -> list[int]:
     for pair, chosen in enumerate(choice_N):
         for t in range(problem.start_N[pair], problem.middle_N[pair] + 1):
             used[t] += problem.kept_bytes_NC[pair, chosen]
-        used[problem.middle_N[pair]] += problem.passing_bytes_NC[pair, chosen]
+        used[problem.middle_N[pair]] += problem.transient_bytes_NC[pair, chosen]
         for t in range(problem.middle_N[pair] + 1, problem.end_N[pair] + 1):
             used[t] += problem.later_bytes_NC[pair, chosen]
     return used
@@ -79,7 +79,7 @@ def test_small_problems_match_exhaustive_search(room, split):
         exact = solve_exactly(problem)
         assert exact is not None and problem.fits(exact.choice_N)
         assert exact.extra_ms == pytest.approx(expected_ms)
-        quick = solve_quickly(problem, gap=0.0)
+        quick = solve_lagrangian(problem, gap=0.0)
         assert quick is not None and problem.fits(quick.choice_N)
         assert quick.bound_ms <= expected_ms + 1e-6 <= quick.extra_ms + 2e-6
         assert quick.extra_ms == pytest.approx(problem.extra_ms(quick.choice_N))
@@ -94,10 +94,10 @@ def test_small_problems_match_exhaustive_search(room, split):
 def test_large_problems_are_near_the_bound():
     for seed in range(3):
         problem = random_problem(seed, 300, 8, 0.4)
-        solution = solve_quickly(problem)
+        solution = solve_lagrangian(problem)
         assert solution is not None and problem.fits(solution.choice_N)
         assert solution.gap <= 0.05
-        fewer = solve_quickly(problem, gap=1.0)
+        fewer = solve_lagrangian(problem, gap=1.0)
         assert fewer is not None and problem.fits(fewer.choice_N)
 
 
@@ -110,15 +110,15 @@ def test_more_memory_is_never_slower():
         assert exact is not None
         times.append(exact.extra_ms)
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
-    unlimited = solve_quickly(replace(problem, free_bytes_T=problem.free_bytes_T + 10**6))
+    unlimited = solve_lagrangian(replace(problem, free_bytes_T=problem.free_bytes_T + 10**6))
     assert unlimited is not None and not unlimited.choice_N.any() and unlimited.gap == 0
 
 
 def test_unsatisfiable_problems_have_no_solution():
     problem = random_problem(1, 6, 3, 0.0)
-    short = problem.used_bytes_T(problem.leanest_N) - (np.arange(problem.positions) == 4)
+    short = problem.used_bytes_T(problem.min_memory_N) - (np.arange(problem.positions) == 4)
     impossible = replace(problem, free_bytes_T=np.minimum(problem.free_bytes_T, short))
-    assert solve_quickly(impossible) is None and solve_exactly(impossible) is None
+    assert solve_lagrangian(impossible) is None and solve_exactly(impossible) is None
 
 
 def test_invalid_problem_arrays_are_rejected():

@@ -10,11 +10,13 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.optimus.choice import StepOrder
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.optimus.schedule_selection import StepOrder
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_plans import plan_costed_step
+from torchmm.balance.step_plans import plan_step_with_costs
 from torchmm.common.errors import PlanError
 from torchmm.costs.flops import module_layers
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -47,7 +49,7 @@ def test_order_exceeding_memory_is_replaced():
     assert minimum < 0.98 * greedy
 
     def planned(limit: int, config: ParallelConfig = CONFIG):
-        return plan_costed_step(
+        return plan_step_with_costs(
             layout, config, descriptions, metas,
             specs=specs, sharding="none",
             search=lambda graph, durations: StepOrder(graph, gpipe(graph)),
@@ -56,7 +58,7 @@ def test_order_exceeding_memory_is_replaced():
 
     for limit in (minimum, (minimum + greedy) // 2, greedy):
         plan = planned(limit)
-        costs = costs_of_plan(plan, descriptions, metas, MODEL)
+        costs = compute_plan_costs_with_recompute(plan, descriptions, metas, MODEL)
         assert max(simulate(plan, costs).peak_bytes) <= limit
     with pytest.raises(PlanError, match="even with full recomputation"):
         planned(round(0.9 * minimum))

@@ -7,13 +7,13 @@ from pipeline_cases import KINDS, Case, step_of
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.pipeweaver.partition import (
-    EFFICIENT,
-    MOST_SEGMENTS,
-    partition,
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver.partitioner import (
+    EFFICIENT_FRACTION,
+    MAX_SEGMENTS,
+    partition_modules,
     segment_counts,
-    smallest_efficient,
+    smallest_efficient_size,
 )
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
@@ -42,13 +42,13 @@ def described(name: str = "partitioned"):
     ],
 )
 def test_smallest_efficient_size_is_chosen(times_ms, size):
-    assert smallest_efficient(times_ms) == size
+    assert smallest_efficient_size(times_ms) == size
 
 
 @pytest.mark.parametrize("times_ms", [[], [1.0, 0.0]])
 def test_times_must_be_positive(times_ms):
     with pytest.raises(ValueError, match="must be positive times"):
-        smallest_efficient(times_ms)
+        smallest_efficient_size(times_ms)
 
 
 def test_segments_are_proportional_to_latency():
@@ -61,10 +61,10 @@ def test_segments_are_proportional_to_latency():
 
 def test_segments_follow_cost_model_latency():
     modules, metas = described()
-    result = partition(modules, metas, CPU_MODEL, 1)
+    result = partition_modules(modules, metas, CPU_MODEL, 1)
     fastest = min(result.latency_ms.values())
     for module in modules:
-        max_segments = min(len(module.layers), MOST_SEGMENTS)
+        max_segments = min(len(module.layers), MAX_SEGMENTS)
         assert result.segments[module.name] == min(
             int(result.latency_ms[module.name] / fastest + 1e-9), max_segments
         )
@@ -89,20 +89,20 @@ def test_sub_microbatch_size_is_smallest_efficient():
     rates = {}
     for count, meta in by_count.items():
         graph = StageGraph(layout, 1, {"vision": (1,)})
-        costs = plan_costs(graph, modules, [meta], CPU_MODEL)
+        costs = compute_plan_costs(graph, modules, [meta], CPU_MODEL)
         times_ms = [
             ms for a, ms in costs.compute_ms.items() if a.stage == 0 and a.type.value in "FB"
         ]
         rates[count] = count / sum(times_ms)
-    size = partition(modules, metas, CPU_MODEL, 1).sub_microbatch_images["vision"]
+    size = partition_modules(modules, metas, CPU_MODEL, 1).sub_microbatch_images["vision"]
     for count, rate in rates.items():
-        assert count >= size or rate < EFFICIENT * max(rates.values())
+        assert count >= size or rate < EFFICIENT_FRACTION * max(rates.values())
 
 
 def test_specified_sizes_are_kept():
     modules, metas = described()
-    result = partition(
-        modules, metas, CPU_MODEL, 2, images_given={"vision": 2}, segments_given={"llm": 2}
+    result = partition_modules(
+        modules, metas, CPU_MODEL, 2, fixed_images={"vision": 2}, fixed_segments={"llm": 2}
     )
     assert result.sub_microbatch_images == {"vision": 2}
     assert result.segments["llm"] == 2
@@ -117,7 +117,9 @@ def test_generated_batch_takes_time_of_largest_image():
     def latency_ms(*generated: GeneratedMeta) -> float:
         meta = MicrobatchMeta((SampleMeta("s", 0, 30, generated=generated),), 30)
         images = {"generator": len(generated)}
-        return partition(modules, [meta], CPU_MODEL, 1, images_given=images).latency_ms["generator"]
+        return partition_modules(modules, [meta], CPU_MODEL, 1, fixed_images=images).latency_ms[
+            "generator"
+        ]
 
     mixed = latency_ms(small, large, small)
     assert mixed == pytest.approx(latency_ms(large, large, large))
@@ -128,7 +130,7 @@ def test_modules_without_data_get_one_segment():
     modules, metas = described()
     text_only = [meta for meta in metas if not meta.image_count]
     assert text_only
-    result = partition(modules, text_only, CPU_MODEL, 1)
+    result = partition_modules(modules, text_only, CPU_MODEL, 1)
     assert result.segments["vision"] == 1
     assert result.sub_microbatch_images == {}
 
@@ -149,6 +151,6 @@ def test_remaining_layers_are_distributed():
 def test_too_few_layers_are_reported():
     modules, metas = described()
     with pytest.raises(ValueError, match="4 layers for 5 pipeline ranks"):
-        partition(modules, metas, CPU_MODEL, 5)
+        partition_modules(modules, metas, CPU_MODEL, 5)
     with pytest.raises(ValueError, match="no microbatches"):
-        partition(modules, [], CPU_MODEL, 2)
+        partition_modules(modules, [], CPU_MODEL, 2)

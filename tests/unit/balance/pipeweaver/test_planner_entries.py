@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
-from torchmm.balance.pipeweaver import measuring, planners
+from torchmm.balance.optimus.llm_schedules import INTERLEAVED, SEARCHED
+from torchmm.balance.pipeweaver import measuring_planner, planners
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved_recipe import ResolvedRecipe
@@ -21,7 +21,7 @@ from torchmm.training.planners.registry import find_planner
 
 CLASSES = {
     "tuned": planners.TunedPlanner,
-    "measuring": measuring.MeasuringPlanner,
+    "measuring": measuring_planner.MeasuringPlanner,
     "background": planners.BackgroundPlanner,
 }
 METHODS = ("plan", "plan_ahead", "learn", "close")

@@ -10,13 +10,15 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
+    compute_plan_costs_with_recompute,
+)
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.balance.pipeweaver.background.leader import start_planning
-from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
-from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
-from torchmm.balance.schedules import OPTIMUS_SCHEDULE, optimus_orders
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest, StepTimings
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE, search_optimus_orders
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_plans import searched_costs
+from torchmm.balance.step_plans import compute_search_costs
 from torchmm.common.step_process import StepProcess, StepProcessError
 from torchmm.costs.flops import module_layers, task_durations
 from torchmm.pipelining.checks.validate import validate_plan
@@ -68,7 +70,7 @@ def process() -> Iterator[StepProcess[PlannedStep]]:
 def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
     kinds = [(name, kind) for name in ("llm", "vision") for kind in ActionType]
     rates = dict.fromkeys(kinds, rate) if rate else {}
-    return PlanRequest(step, metas(seed), Measured(rates))
+    return PlanRequest(step, metas(seed), StepTimings(rates))
 
 
 def test_process_plans_the_requested_step(process):
@@ -111,8 +113,8 @@ def test_optimus_plan_includes_encoder_replicas():
     graph = step_graph(setup_.layout, section, metas(1))
     plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
-    costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
-    *coarse, best = optimus_orders(section, graph, costs, "none")
+    costs = compute_search_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
+    *coarse, best = search_optimus_orders(section, graph, costs, "none")
     assert plan.graph == best.step.graph and set(plan.graph.replica.values()) == {0, 1}
     predicted_ms = planned.statistics["predicted_step_ms"]
     assert simulate(plan, costs).makespan_ms == pytest.approx(predicted_ms)
@@ -138,7 +140,7 @@ def test_process_tunes_layers_to_memory_limit():
     process.close()
     assert validate_plan(plan).problems == ()
     assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}
-    costs = costs_of_plan(plan, setup_.modules, metas(1), model)
+    costs = compute_plan_costs_with_recompute(plan, setup_.modules, metas(1), model)
     assert max(simulate(plan, costs).peak_bytes) <= limited.memory_limit_bytes
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 from dispatch_cases import even_costs, pipeline
 
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.remembered import MOST, RememberedOrders
-from torchmm.balance.pipeweaver.order_search.search import Budget, search
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, search_orders
+from torchmm.balance.pipeweaver.schedule_search.warm_start import MAX_STEPS, WarmStart
 
 
 def step(counts):
@@ -23,12 +23,12 @@ def test_remembered_order_fits_permuted_microbatches():
         rng = random.Random(seed)
         counts = [rng.choice((0, 1, 2, 4)) for _ in range(10)]
         first = step(counts)
-        result = search(first, Budget(evaluations=400), seed=seed)
-        remembered = RememberedOrders()
-        assert remembered.starts(first) == []
-        remembered.add(first, result.order)
+        result = search_orders(first, SearchBudget(evaluations=400), seed=seed)
+        warm_start = WarmStart()
+        assert warm_start.starts(first) == []
+        warm_start.add(first, result.order)
         permuted = step(rng.sample(counts, len(counts)))
-        (start,) = remembered.starts(permuted)
+        (start,) = warm_start.starts(permuted)
         assert sorted(start.tolist()) == list(range(len(permuted.segments)))
         # Microbatches with equal work are interchangeable.
         assert permuted.evaluate(start) == result.makespan_ms
@@ -41,31 +41,31 @@ def test_remembered_order_improves_different_step():
     for seed in range(12):
         rng = random.Random(seed)
         first, other = (step([rng.choice((0, 1, 2, 4)) for _ in range(14)]) for _ in range(2))
-        remembered = RememberedOrders()
-        result = search(first, Budget(evaluations=600), seed=seed)
-        remembered.add(first, result.order)
-        (start,) = remembered.starts(other)
+        warm_start = WarmStart()
+        result = search_orders(first, SearchBudget(evaluations=600), seed=seed)
+        warm_start.add(first, result.order)
+        (start,) = warm_start.starts(other)
         assert sorted(start.tolist()) == list(range(len(other.segments)))
-        warm_started = search(other, Budget(evaluations=40), starts=[start])
+        warm_started = search_orders(other, SearchBudget(evaluations=40), starts=[start])
         assert warm_started.makespan_ms <= min(other.evaluate(start), other.evaluate())
         gained.append(other.evaluate() / other.evaluate(start) - 1)
     assert np.mean(gained) > 0
 
 
 def test_remembered_orders_fit_steps_of_other_sizes():
-    remembered = RememberedOrders()
+    warm_start = WarmStart()
     big = step([3, 0, 2, 4, 1, 0, 2])
-    remembered.add(big, big.natural_order)
+    warm_start.add(big, big.default_order)
     for counts in ([1], [0, 0, 0], [5] * 9, [0, 7]):
         other = step(counts)
-        for start in remembered.starts(other):
+        for start in warm_start.starts(other):
             assert sorted(start.tolist()) == list(range(len(other.segments)))
 
 
 def test_only_latest_orders_are_remembered():
-    remembered = RememberedOrders()
-    for count in range(MOST + 5):
+    warm_start = WarmStart()
+    for count in range(MAX_STEPS + 5):
         dispatcher = step([count, 1])
-        remembered.add(dispatcher, dispatcher.natural_order)
-    assert len(remembered.starts(step([0, 1]))) == 1  # only the order of the previous step
-    assert len(remembered.starts(step([MOST, 1]))) == 2
+        warm_start.add(dispatcher, dispatcher.default_order)
+    assert len(warm_start.starts(step([0, 1]))) == 1  # only the order of the previous step
+    assert len(warm_start.starts(step([MAX_STEPS, 1]))) == 2

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from pipeline_cases import Case, step_of
 
-from torchmm.balance.pipeweaver.background import work
+from torchmm.balance.pipeweaver.background import planning_worker
 from torchmm.balance.pipeweaver.background.leader import (
     STARVED_STEPS,
     PlanLeader,
     start_planning,
 )
 from torchmm.balance.pipeweaver.background.requests import (
-    Measured,
     PlanningSetup,
     PlanRequest,
+    StepTimings,
 )
-from torchmm.balance.step_plans import plan_costed_step
+from torchmm.balance.step_plans import plan_step_with_costs
 from torchmm.common import step_process
 from torchmm.common.step_process import Priority, StepProcessError
 from torchmm.pipelining.plan.actions import ActionType
@@ -62,16 +62,16 @@ def setup_of(name: str) -> PlanningSetup:
 def test_background_plan_matches_synchronous_plan(name):
     """Run the planning function of the process in this process, which has a core."""
     setup = setup_of(name)
-    plan_work, numbers_by_step = work.PlanWork(setup), {}
+    plan_work, numbers_by_step = planning_worker.PlanningWorker(setup), {}
     for step, (seed, factors) in enumerate(((1, {}), (2, {}), (2, FACTORS)), 1):
-        request = PlanRequest(step, metas(seed), Measured(factors))
+        request = PlanRequest(step, metas(seed), StepTimings(factors))
         background = plan_work(request, None)
         assert background.step == step
-        synchronous = work.plan_before_step(setup, request)
+        synchronous = planning_worker.plan_synchronously(setup, request)
         assert background.finished and set(background.statistics) == {"planner_ms"}
         np.testing.assert_array_equal(background.numbers, synchronous.numbers)
         numbers_by_step[step] = synchronous.numbers.tolist()
-    plan = plan_costed_step(
+    plan = plan_step_with_costs(
         setup.layout, setup.config, setup.modules, metas(2), sharding="step", factors=FACTORS,
         reduces_early=True,
     )  # fmt: skip
@@ -91,18 +91,22 @@ def test_planning_process_matches_synchronous_plan():
         background = process.take(1, WAIT_S)
     finally:
         process.close()
-    synchronous = work.plan_before_step(setup, request)
+    synchronous = planning_worker.plan_synchronously(setup, request)
     np.testing.assert_array_equal(background.numbers, synchronous.numbers)
 
 
 def test_steps_are_planned_with_their_factors(monkeypatch):
     factors_used = []
     monkeypatch.setattr(
-        work, "plan_costed_step", lambda *_, **options: factors_used.append(options["factors"])
+        planning_worker,
+        "plan_step_with_costs",
+        lambda *_, **options: factors_used.append(options["factors"]),
     )
-    monkeypatch.setattr(work, "encode_plan", lambda plan: np.zeros(1, np.int32))
+    monkeypatch.setattr(planning_worker, "encode_plan", lambda plan: np.zeros(1, np.int32))
     for factors in ({}, FACTORS):
-        work.plan_before_step(setup_of("separated"), PlanRequest(1, metas(2), Measured(factors)))
+        planning_worker.plan_synchronously(
+            setup_of("separated"), PlanRequest(1, metas(2), StepTimings(factors))
+        )
     assert factors_used == [None, FACTORS]
 
 
@@ -125,7 +129,7 @@ class FakeProcess:
         request = self.requests[-1] if self.requests else None
         if self.mood == "late" or request is None or request.step != step:
             return None
-        planned = work.plan_before_step(self.setup, request)
+        planned = planning_worker.plan_synchronously(self.setup, request)
         return replace(planned, statistics={"planner_ms": -1.0})  # marks plans of the process
 
     def close(self) -> None:
@@ -152,12 +156,12 @@ class LeaderUnderTest:
     def step(self, seed: int = 1, announced: int = 1, rates: dict | None = None) -> bool:
         """Plan a step and check the plan. Return True if the process has planned it."""
         self.number += 1
-        measured = Measured(rates or {})
+        measured = StepTimings(rates or {})
         planned = self.leader.plan(
             self.number, metas(seed), lambda: [list(metas(announced))], measured
         )
         request = PlanRequest(self.number, metas(seed), measured)
-        expected = work.plan_before_step(self.setup, request)
+        expected = planning_worker.plan_synchronously(self.setup, request)
         np.testing.assert_array_equal(planned.encoded_plan, expected.numbers)
         return planned.statistics["planner_ms"] == -1.0
 

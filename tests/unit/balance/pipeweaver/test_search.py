@@ -12,14 +12,21 @@ from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 from support.strategies import STRATEGIES, DepthFirst, RandomSearch
 
-from torchmm.balance.pipeweaver.order_search.annealing import constructed_orders
-from torchmm.balance.pipeweaver.order_search.best_order import StepSearch, limited_like_separated
-from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
-from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.pipeweaver.order_search.order_times import time_order
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings, search
+from torchmm.balance.pipeweaver.schedule_search.annealing import construct_orders
+from torchmm.balance.pipeweaver.schedule_search.bounds import lower_bound_ms
+from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.schedule_search.order_timing import time_order
+from torchmm.balance.pipeweaver.schedule_search.search import (
+    SearchBudget,
+    SearchSettings,
+    search_orders,
+)
+from torchmm.balance.pipeweaver.schedule_search.step_search import (
+    StepSearch,
+    with_separated_memory_limit,
+)
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -40,17 +47,19 @@ def skewed(seed: int, microbatches: int = 8, limit: int | None = None) -> Dispat
 
 def loaded(seed: int) -> tuple[StageGraph, PlanCosts]:
     dispatcher = skewed(seed)
-    return dispatcher.graph, limited_like_separated(dispatcher.graph, dispatcher.costs)
+    return dispatcher.graph, with_separated_memory_limit(dispatcher.graph, dispatcher.costs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_search_depends_on_seed_and_evaluations(strategy, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)  # at most two workers are used
     dispatcher = skewed(1, microbatches=24, limit=12)
-    budget = Budget(evaluations=400)
+    budget = SearchBudget(evaluations=400)
     for workers in (1, 2):
         first, second = (
-            search(dispatcher, budget, strategy=STRATEGIES[strategy], seed=3, workers=workers)
+            search_orders(
+                dispatcher, budget, strategy=STRATEGIES[strategy], seed=3, workers=workers
+            )
             for _ in range(2)
         )
         assert np.array_equal(first.order, second.order)
@@ -58,7 +67,7 @@ def test_search_depends_on_seed_and_evaluations(strategy, monkeypatch):
     if strategy != "natural":
         assert first.evaluations == 400
     if strategy in ("random", "mcts", "annealing"):
-        other = search(dispatcher, budget, strategy=STRATEGIES[strategy], seed=4)
+        other = search_orders(dispatcher, budget, strategy=STRATEGIES[strategy], seed=4)
         assert not np.array_equal(first.order, other.order)
 
 
@@ -66,10 +75,10 @@ def test_search_depends_on_seed_and_evaluations(strategy, monkeypatch):
 def test_search_never_loses_to_default_order(strategy):
     for seed in range(10):
         dispatcher = skewed(seed, limit=random.Random(seed).choice((None, 9, 12)))
-        result = search(
-            dispatcher, Budget(evaluations=60), strategy=STRATEGIES[strategy], seed=seed
+        result = search_orders(
+            dispatcher, SearchBudget(evaluations=60), strategy=STRATEGIES[strategy], seed=seed
         )
-        assert result.makespan_ms <= result.natural_ms == dispatcher.evaluate()
+        assert result.makespan_ms <= result.default_order_ms == dispatcher.evaluate()
         assert dispatcher.evaluate(result.order) == result.makespan_ms
         assert result.fits == isfinite(result.makespan_ms)
 
@@ -85,12 +94,12 @@ def test_search_finds_optimum_of_tiny_steps():
             dispatcher.evaluate(dispatcher.order_of_groups(groups))
             for groups in permutations(range(count))
         )
-        result = search(dispatcher, Budget(evaluations=600), seed=seed)
-        exhaustive = search(dispatcher, Budget(evaluations=10**6), strategy=DepthFirst)
+        result = search_orders(dispatcher, SearchBudget(evaluations=600), seed=seed)
+        exhaustive = search_orders(dispatcher, SearchBudget(evaluations=10**6), strategy=DepthFirst)
         assert exhaustive.makespan_ms == best
         assert exhaustive.evaluations == len(list(permutations(range(count))))
         assert result.makespan_ms <= best
-        gained += best < result.natural_ms
+        gained += best < result.default_order_ms
     assert gained > 2
 
 
@@ -98,9 +107,9 @@ def test_annealing_stops_at_the_lower_bound():
     graph = pipeline(4, [0, 2, 0, 1, 3, 0, 1, 2], 2)
     dispatcher = Dispatcher(graph, even_costs(graph, encoder_ms=1.5))
     bound_ms = lower_bound_ms(dispatcher)
-    result = search(dispatcher, Budget(evaluations=5000), bound_ms=bound_ms)
+    result = search_orders(dispatcher, SearchBudget(evaluations=5000), bound_ms=bound_ms)
     assert result.makespan_ms == pytest.approx(bound_ms)
-    assert result.natural_ms > 1.02 * bound_ms
+    assert result.default_order_ms > 1.02 * bound_ms
     assert result.evaluations < 5000
 
 
@@ -108,8 +117,8 @@ def test_search_recovers_from_orders_exceeding_memory():
     rescued = 0
     for seed in range(40):
         dispatcher = skewed(seed, limit=7)
-        result = search(dispatcher, Budget(evaluations=300), seed=seed)
-        rescued += result.natural_ms == inf and result.fits
+        result = search_orders(dispatcher, SearchBudget(evaluations=300), seed=seed)
+        rescued += result.default_order_ms == inf and result.fits
     assert rescued > 5
 
 
@@ -121,7 +130,9 @@ def test_callback_stops_the_search():
         return len(rounds) < 3
 
     dispatcher = skewed(2)
-    result = search(dispatcher, Budget(evaluations=10**6), on_round=on_round, strategy=RandomSearch)
+    result = search_orders(
+        dispatcher, SearchBudget(evaluations=10**6), on_round=on_round, strategy=RandomSearch
+    )
     assert len(rounds) == 3
     times = [each.makespan_ms for each in (*rounds, result)]
     assert times == sorted(times, reverse=True) and times[2] == times[3]
@@ -131,25 +142,25 @@ def test_callback_stops_the_search():
 
 
 def test_time_budget_stops_the_search():
-    result = search(skewed(2), Budget(seconds=0.05), strategy=RandomSearch)
+    result = search_orders(skewed(2), SearchBudget(seconds=0.05), strategy=RandomSearch)
     assert result.evaluations > 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"evaluations": 0}, {"seconds": -1.0}])
 def test_budgets_must_be_positive(arguments):
     with pytest.raises(ValueError, match="set at least one of them"):
-        Budget(**arguments)
+        SearchBudget(**arguments)
 
 
 def test_number_of_workers_must_be_positive():
     with pytest.raises(ValueError, match="workers = 0"):
-        search(skewed(1), Budget(evaluations=1), workers=0)
+        search_orders(skewed(1), SearchBudget(evaluations=1), workers=0)
 
 
 def test_constructed_orders_are_group_permutations():
     for seed in range(5):
         dispatcher = skewed(seed)
-        orders = constructed_orders(dispatcher)
+        orders = construct_orders(dispatcher)
         assert len({order.tobytes() for order in orders}) == len(orders) > 5
         for order in orders:
             assert sorted(order.tolist()) == list(range(len(dispatcher.groups)))
@@ -187,7 +198,9 @@ def test_searched_plans_are_valid_and_fast():
     searched = 0
     for seed in range(25):
         graph, costs = loaded(seed)
-        planned = StepSearch(graph, costs).search(Budget(evaluations=200), Settings(seed))
+        planned = StepSearch(graph, costs).search(
+            SearchBudget(evaluations=200), SearchSettings(seed)
+        )
         assert order_problems(graph, planned.order) == []
         plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
         assert validate_plan(plan).problems == ()
@@ -199,7 +212,7 @@ def test_searched_plans_are_valid_and_fast():
         for order in (gpipe(graph), separated(graph, costs.compute_ms.__getitem__)):
             timed = time_order(dispatcher, order)
             assert not timed.fits or planned.predicted_ms <= timed.makespan_ms
-        assert planned.predicted_ms <= min(planned.natural_ms, planned.static_ms)
+        assert planned.predicted_ms <= min(planned.default_order_ms, planned.static_ms)
         searched += planned.planner == "search"
     assert searched > 12
 
@@ -213,9 +226,9 @@ def test_default_limit_is_memory_of_separated_schedule():
 def test_little_memory_reduces_microbatches_in_flight():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=6)
-    planned = StepSearch(graph, tight).search(Budget(evaluations=1), Settings())
+    planned = StepSearch(graph, tight).search(SearchBudget(evaluations=1), SearchSettings())
     assert Dispatcher(graph, tight).evaluate() == inf
-    assert planned.natural_ms == planned.predicted_ms
+    assert planned.default_order_ms == planned.predicted_ms
     assert planned.speedup_over_default_order == 0
     assert planned.planner.startswith("separated, at most")
     assert max(planned.peak_bytes) <= 6
@@ -236,11 +249,13 @@ def test_plan_exists_if_one_microbatch_fits():
         for limit in {minimum, minimum + 1, (minimum + maximum) // 2, max(minimum, maximum)}:
             tight = replace(free, memory_limit_bytes=limit)
             for evaluations in (1, 20):  # the default order, a search
-                planned = StepSearch(graph, tight).search(Budget(evaluations), Settings())
+                planned = StepSearch(graph, tight).search(
+                    SearchBudget(evaluations), SearchSettings()
+                )
                 plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
                 assert validate_plan(plan).problems == ()
                 assert simulate(plan, tight).fits, (seed, limit, evaluations)
-            result = search(Dispatcher(graph, tight), Budget(evaluations=1))
+            result = search_orders(Dispatcher(graph, tight), SearchBudget(evaluations=1))
             unlucky += not result.fits
     assert unlucky > 4
 
@@ -254,8 +269,10 @@ def test_searched_single_pipeline_beats_1f1b():
         graph = StageGraph(layout, 6, {"vision": tuple(rng.randint(0, 1) for _ in range(6))})
         kept = dict.fromkeys(graph.tasks(), 1)
         free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), saved_bytes=kept)
-        costs = limited_like_separated(graph, free)
-        planned = StepSearch(graph, costs).search(Budget(evaluations=50), Settings(seed))
+        costs = with_separated_memory_limit(graph, free)
+        planned = StepSearch(graph, costs).search(
+            SearchBudget(evaluations=50), SearchSettings(seed)
+        )
         timed = time_order(Dispatcher(graph, costs), interleaved_1f1b(graph))
         assert timed.fits and planned.predicted_ms <= timed.makespan_ms
 
@@ -266,4 +283,4 @@ def test_unsatisfiable_step_reports_missing_memory():
     with pytest.raises(
         ValueError, match=r"even with one microbatch in flight: rank 0: .* requires 1"
     ):
-        StepSearch(graph, tight).search(Budget(evaluations=5), Settings())
+        StepSearch(graph, tight).search(SearchBudget(evaluations=5), SearchSettings())

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from dispatch_cases import even_costs, pipeline
 
-from torchmm.balance.pipeweaver.order_search.best_order import limited_like_separated
-from torchmm.balance.schedules import search_by_costs
+from torchmm.balance.pipeweaver.schedule_search.step_search import with_separated_memory_limit
+from torchmm.balance.schedules import search_schedule
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -23,12 +23,12 @@ def test_orders_fit_into_memory_fraction():
     costs = even_costs(graph, encoder_ms=1.7, saved_bytes=dict.fromkeys(graph.tasks(), 1))
     used = []
     for limit in (12, 20, 1000):
-        result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+        result = search_schedule(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
         assert max(result.peak_bytes) <= round(MEMORY_SHARE * limit)
         used.append(max(result.peak_bytes))
         step = simulate(lower_plan(result.order, graph, {}, receives_ahead=10**6), costs)
         static = separated(graph, costs.compute_ms.__getitem__)
-        assert step.makespan_ms == result.predicted_ms <= result.natural_ms
+        assert step.makespan_ms == result.predicted_ms <= result.default_order_ms
         if limit == 1000:
             timed = simulate(lower_plan(static, graph, {}, receives_ahead=10**6), costs)
             assert step.makespan_ms <= timed.makespan_ms
@@ -39,6 +39,6 @@ def test_orders_fit_into_memory_fraction():
 def test_unsatisfiable_step_uses_separated_memory(limit):
     graph = pipeline(3, [0, 4, 1], 2)
     costs = even_costs(graph, saved_bytes=dict.fromkeys(graph.tasks(), 5))
-    result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
-    separated_costs = limited_like_separated(graph, costs)
+    result = search_schedule(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+    separated_costs = with_separated_memory_limit(graph, costs)
     assert max(result.peak_bytes) <= separated_costs.memory_limit_bytes

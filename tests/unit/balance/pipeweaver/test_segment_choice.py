@@ -9,20 +9,20 @@ from pipeline_cases import LAYERS, Case, step_of
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver import segments
-from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
-from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
-from torchmm.balance.pipeweaver.partition import partition
-from torchmm.balance.pipeweaver.segments import (
-    MOST_PARTITIONS,
-    STAGES,
+from torchmm.balance.costs.step_costs import compute_plan_costs
+from torchmm.balance.pipeweaver import segment_search
+from torchmm.balance.pipeweaver.partitioner import partition_modules
+from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget, SearchSettings
+from torchmm.balance.pipeweaver.schedule_search.step_search import StepSearch
+from torchmm.balance.pipeweaver.segment_search import (
+    AUTO_STAGES,
+    MAX_PARTITIONS,
     _predicted_ms,
-    leaves_segments_open,
-    with_segments,
+    needs_partitioner,
+    search_segments,
 )
-from torchmm.balance.run_costs import run_costs, simulated_profile
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
+from torchmm.balance.run_costs import build_cost_model, load_simulated_profile
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -39,10 +39,10 @@ def chosen_parallel(profile: Profile | None = None, **parallel: object) -> Paral
     recipe = Recipe.model_validate({"parallel": parallel})
     modules, metas = described()
     ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)
-    costs = run_costs(
+    costs = build_cost_model(
         resolve_recipe(recipe, ranks), modules, PROFILE if profile is None else profile
     )
-    return with_segments(recipe.parallel, modules, metas, costs)
+    return search_segments(recipe.parallel, modules, metas, costs)
 
 
 def described() -> tuple:
@@ -73,8 +73,8 @@ def test_specified_segments_are_kept():
     "parallel", [{"pipeline": 2}, {"pipeline": 1, "schedule": "searched"}], ids=str
 )
 def test_other_schedules_have_no_open_segments(parallel):
-    assert not leaves_segments_open(ParallelConfig.model_validate(parallel))
-    assert leaves_segments_open(ParallelConfig(pipeline=2, schedule="searched"))
+    assert not needs_partitioner(ParallelConfig.model_validate(parallel))
+    assert needs_partitioner(ParallelConfig(pipeline=2, schedule="searched"))
 
 
 def test_too_few_layers_name_the_schedule():
@@ -85,18 +85,20 @@ def test_too_few_layers_name_the_schedule():
 def test_stages_minimize_predicted_step_time():
     modules, metas = described()
     parallel = chosen_parallel(pipeline=2, schedule="searched", search={"stages": "auto"})
-    assert parallel.search.stages in STAGES
+    assert parallel.search.stages in AUTO_STAGES
     model = CostModel(load_profile("cpu"), "float32")
     predicted = {}
-    for stages in STAGES:
+    for stages in AUTO_STAGES:
         candidate = chosen_parallel(pipeline=2, schedule="searched", search={"stages": stages})
         layout = plan_layout(candidate, modules, metas)
         longest = max(s.stop - s.start for s in layout.stages if s.module == "vision")
         assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
         graph = step_graph(layout, candidate, metas)
-        costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
+        costs = replace(compute_plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
         predicted[stages] = (
-            StepSearch(graph, costs).search(Budget(evaluations=200), Settings()).predicted_ms
+            StepSearch(graph, costs)
+            .search(SearchBudget(evaluations=200), SearchSettings())
+            .predicted_ms
         )
     assert predicted[parallel.search.stages] == min(predicted.values())
 
@@ -109,7 +111,7 @@ def test_memory_check_includes_optimizer_sharding(shard, fits):
     parallel = chosen_parallel(
         pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"}
     )
-    costs = run_costs(resolve_recipe(Recipe(parallel=parallel), 2 * shard), modules, small)
+    costs = build_cost_model(resolve_recipe(Recipe(parallel=parallel), 2 * shard), modules, small)
     assert isfinite(_predicted_ms(parallel, modules, metas, costs)) == fits
 
 
@@ -119,7 +121,7 @@ def paper() -> tuple:
     overrides = ["--parallel.schedule=searched"]
     path = Path(__file__).parents[4] / "recipes/papers/pipeweaver_vlm_m.toml"
     recipe = load_recipe(path, overrides, None).recipe
-    forecaster = Forecaster(recipe, 32, simulated_profile(recipe))
+    forecaster = StepSimulator(recipe, 32, load_simulated_profile(recipe))
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     metas = forecaster.workload.microbatches
     return parallel, forecaster.modules, metas, forecaster._costs(parallel)
@@ -129,27 +131,27 @@ def paper() -> tuple:
 def ruled(paper, monkeypatch) -> ParallelConfig:
     """Return the section with the values of the rule, which apply if all steps are equally fast."""
     with monkeypatch.context() as patched:
-        patched.setattr(segments, "_predicted_ms", lambda *arguments: 1.0)
-        return with_segments(*paper)
+        patched.setattr(segment_search, "_predicted_ms", lambda *arguments: 1.0)
+        return search_segments(*paper)
 
 
 def test_segments_minimize_simulated_step_time(paper, ruled, monkeypatch):
     parallel, modules, metas, costs = paper
     candidates = []
-    predict_ms = segments._predicted_ms
+    predict_ms = segment_search._predicted_ms
     monkeypatch.setattr(
-        segments,
+        segment_search,
         "_predicted_ms",
         lambda *given: (candidates.append(given[0]), predict_ms(*given))[1],
     )
-    parallel_ = with_segments(*paper)
-    assert parallel_ != ruled and len(candidates) <= MOST_PARTITIONS
+    parallel_ = search_segments(*paper)
+    assert parallel_ != ruled and len(candidates) <= MAX_PARTITIONS
     assert predict_ms(parallel_, *paper[1:]) < 0.98 * predict_ms(ruled, *paper[1:])
-    assert with_segments(*paper) == parallel_  # as on every rank
+    assert search_segments(*paper) == parallel_  # as on every rank
     sections = {name: sections.model_dump() for name, sections in ruled.modules.items()}
     fixed = ParallelConfig.model_validate(parallel.model_dump(exclude_none=True) | sections)
     candidates.clear()
-    fixed_choice = with_segments(fixed, modules, metas, costs)
+    fixed_choice = search_segments(fixed, modules, metas, costs)
     assert {name: fixed_choice.segments(name) for name in sections} == {
         n: ruled.segments(n) for n in sections
     }
@@ -159,7 +161,9 @@ def test_segments_minimize_simulated_step_time(paper, ruled, monkeypatch):
 def test_slower_segments_are_not_chosen(paper, ruled, monkeypatch):
     """Check that the values of the rule are kept if every change is slower."""
     modules, metas, costs = paper[1:]
-    rule = partition(modules, metas, costs, paper[0].pipeline)
+    rule = partition_modules(modules, metas, costs, paper[0].pipeline)
     assert {name: ruled.segments(name) for name in rule.segments} == rule.segments
-    monkeypatch.setattr(segments, "_predicted_ms", lambda candidate, *_: 1.0 + (candidate != ruled))
-    assert with_segments(*paper) == ruled
+    monkeypatch.setattr(
+        segment_search, "_predicted_ms", lambda candidate, *_: 1.0 + (candidate != ruled)
+    )
+    assert search_segments(*paper) == ruled

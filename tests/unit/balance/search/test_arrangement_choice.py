@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.forecasts.dry_run import describe_run
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.run_costs import simulated_profile
-from torchmm.balance.search.placement import with_arrangement
-from torchmm.balance.search.space import Plan, planned_recipe
+from torchmm.balance.recipe_simulation.dry_run import describe_run
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.run_costs import load_simulated_profile
+from torchmm.balance.search.plan_space import CandidatePlan, apply_plan
+from torchmm.balance.search.recipe_completion import complete_reordering
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved_recipe import ResolvedRecipe, resolve_recipe
 from torchmm.recipe.read import load_recipe
@@ -37,8 +37,8 @@ def sample() -> StepSample:
     return StepSample(read())
 
 
-def forecaster(recipe: Recipe, sample: StepSample | None = None) -> Forecaster:
-    return Forecaster(recipe, GPUS, simulated_profile(recipe), sample=sample)
+def forecaster(recipe: Recipe, sample: StepSample | None = None) -> StepSimulator:
+    return StepSimulator(recipe, GPUS, load_simulated_profile(recipe), sample=sample)
 
 
 def chosen_values(run: ResolvedRecipe) -> tuple[str, str]:
@@ -51,17 +51,17 @@ def test_auto_chooses_fastest_simulated_step(sample):
     times_ms = {
         (reorder, balance): forecaster(
             read(data__reorder=reorder, data__balance=balance), sample
-        ).forecast().iteration_ms
+        ).simulate_schedule().iteration_ms
         for reorder in ("none", "intra")
         for balance in ("none", "images")
     }  # fmt: skip
     chosen_ms = times_ms[chosen_values(simulator.run)]
-    assert simulator.forecast().iteration_ms == chosen_ms == min(times_ms.values())
+    assert simulator.simulate_schedule().iteration_ms == chosen_ms == min(times_ms.values())
     without_ms = times_ms[simulator.run.recipe.data.reorder, "none"]
     text = f"images (simulated step with it {chosen_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
     assert simulator.run.choices["data.balance"] == text
     # All ranks choose the same values, with the model that they have built.
-    run = with_arrangement(resolve_recipe(read(), GPUS), sample.model)
+    run = complete_reordering(resolve_recipe(read(), GPUS), sample.model)
     assert (chosen_values(run), run.choices) == (
         chosen_values(simulator.run),
         simulator.run.choices,
@@ -77,7 +77,7 @@ def test_auto_keeps_equal_images():
 
 
 def test_auto_considers_exchange_time(sample, monkeypatch):
-    monkeypatch.setattr(CostModel, "transfers_ms", lambda self, sent, links: [1e6] * len(sent))
+    monkeypatch.setattr(CostModel, "transfer_times_ms", lambda self, sent, links: [1e6] * len(sent))
     run = forecaster(read(parallel__replicate=1), sample).run
     assert chosen_values(run) == ("intra", "none")
 
@@ -100,7 +100,7 @@ def test_auto_considers_exchange_time(sample, monkeypatch):
 def test_auto_is_none_for_unsupported_recipes(sample, changes, expected, reason):
     overrides = [f"--{key}={value}" for key, value in (PLAIN | changes).items()]
     recipe = load_recipe(VLM_S, overrides).recipe
-    run = with_arrangement(resolve_recipe(recipe, GPUS), sample.model)
+    run = complete_reordering(resolve_recipe(recipe, GPUS), sample.model)
     assert chosen_values(run) == expected
     assert reason in run.choices["data.balance"]
 
@@ -116,11 +116,11 @@ def test_auto_does_not_change_router_losses(sample, monkeypatch):
 
 
 def test_auto_requires_a_simulation(sample, monkeypatch):
-    def fail(self: Forecaster) -> None:
+    def fail(self: StepSimulator) -> None:
         raise ConfigError("data.sources: no sizes")
 
-    monkeypatch.setattr(Forecaster, "forecast", fail)
-    run = with_arrangement(resolve_recipe(read(), GPUS), sample.model)
+    monkeypatch.setattr(StepSimulator, "simulate_schedule", fail)
+    run = complete_reordering(resolve_recipe(read(), GPUS), sample.model)
     assert chosen_values(run) == ("none", "none")
     assert "no simulation: data.sources: no sizes" in run.choices["data.balance"]
 
@@ -133,11 +133,12 @@ def test_dry_run_shows_the_choice():
 
 def test_plan_search_compares_both_values(sample):
     recipe = read()
-    plan = Plan("fsdp", GPUS, {"activation_checkpoint.mode": "full"})
+    plan = CandidatePlan("fsdp", GPUS, {"activation_checkpoint.mode": "full"})
     forecasts = {
         value: forecaster(
-            planned_recipe(recipe, plan.changed(data__balance=value, data__reorder="intra")), sample
-        ).forecast()
+            apply_plan(recipe, plan.with_changes(data__balance=value, data__reorder="intra")),
+            sample,
+        ).simulate_schedule()
         for value in ("none", "images")
     }
     assert forecasts["images"].iteration_ms < 0.9 * forecasts["none"].iteration_ms

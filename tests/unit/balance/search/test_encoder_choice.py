@@ -8,13 +8,13 @@ import tomli
 from simulated_parts import ENCODER, LLM
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.dry_run import describe_run
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
-from torchmm.balance.search.placement import orchestrated, search_encoder_sizes
+from torchmm.balance.recipe_simulation.dry_run import describe_run
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
+from torchmm.balance.search.plan_space import apply_plan
+from torchmm.balance.search.recipe_completion import complete_sizes, search_encoder_sizes
 from torchmm.balance.search.recipe_plans import base_recipe, open_keys, recipe_plans
-from torchmm.balance.search.report import certificate
-from torchmm.balance.search.result import Candidate, SearchResult, find_best
-from torchmm.balance.search.space import planned_recipe
+from torchmm.balance.search.report import describe_optimality
+from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan, find_best
 from torchmm.common.errors import ConfigError
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.recipe.recipe import Recipe
@@ -55,10 +55,10 @@ def sizes_of(recipe: Recipe) -> list[tuple[object, ...]]:
     )
 
 
-def search(recipe: Recipe) -> SearchResult:
+def search(recipe: Recipe) -> PlanSearchResult:
     """Run the search of a run or dry run, for the device of the recipe."""
     profile = load_profile(recipe.simulation.device)
-    return search_encoder_sizes(Forecaster(recipe, 8, profile))
+    return search_encoder_sizes(StepSimulator(recipe, 8, profile))
 
 
 def with_memory(directory: Path, nbytes: float) -> str:
@@ -91,20 +91,20 @@ def test_encoder_sizes_are_the_fastest_combination(parallel):
     sample, profile = StepSample(recipe), load_profile("a100")
     steps_ms = []
     for plan in recipe_plans("colocated", recipe, 8, sample):
-        candidate = planned_recipe(base_recipe(recipe, "colocated"), plan)
-        forecast = Forecaster(candidate, 8, profile, sample=sample).forecast()
+        candidate = apply_plan(base_recipe(recipe, "colocated"), plan)
+        forecast = StepSimulator(candidate, 8, profile, sample=sample).simulate_schedule()
         if forecast.step is not None and forecast.step.fits:
             steps_ms.append(forecast.iteration_ms)
     assert len(steps_ms) > 2
     assert result.best.step_ms <= min(steps_ms)
-    assert orchestrated(recipe, 8).parallel == result.best.recipe.parallel
+    assert complete_sizes(recipe, 8).parallel == result.best.recipe.parallel
     assert result.complete
 
 
 def test_encoder_sizes_in_the_recipe_are_kept():
     parallel = "tensor = 2\nvision = {pipeline = 2, segments = 2, sub_microbatch_images = 2}\n"
     recipe = recipe_of("vision", "scans", parallel=parallel)
-    chosen = orchestrated(recipe, 8).parallel
+    chosen = complete_sizes(recipe, 8).parallel
     vision = chosen.modules["vision"]
     assert (vision.pipeline, vision.segments, vision.sub_microbatch_images) == (2, 2, 2)
     for key in ("tensor", "pipeline", "virtual_stages", "llm_schedule", "schedule"):
@@ -115,7 +115,7 @@ def test_encoder_sizes_in_the_recipe_are_kept():
 def test_encoder_sizes_fit_into_memory(tmp_path):
     recipe = recipe_of("vision")
     free = search(recipe).best
-    peak_bytes = max(free.forecast.step.peak_bytes)
+    peak_bytes = max(free.report.step.peak_bytes)
 
     def with_device(nbytes: float) -> Recipe:
         simulation = recipe.simulation.model_copy(update={"device": with_memory(tmp_path, nbytes)})
@@ -124,9 +124,9 @@ def test_encoder_sizes_fit_into_memory(tmp_path):
     device_bytes = peak_bytes / 0.95  # the fastest plan would use 95 %
     result = search(with_device(device_bytes))
     tight = result.best
-    assert isinstance(tight, Candidate)
-    assert max(tight.forecast.step.peak_bytes) <= MEMORY_SHARE * device_bytes
-    assert "plans may use 90% of the memory of a device" in certificate(result)
+    assert isinstance(tight, SimulatedPlan)
+    assert max(tight.report.step.peak_bytes) <= MEMORY_SHARE * device_bytes
+    assert "plans may use 90% of the memory of a device" in describe_optimality(result)
     assert tight.recipe.activation_checkpoint == recipe.activation_checkpoint
     with pytest.raises(ConfigError, match="no plan fits on 8 devices"):
         find_best(search(with_device(1e5)), 8)
@@ -144,4 +144,4 @@ def test_recipe_without_open_sizes_is_unchanged():
     recipe = recipe_of("vision")
     parallel = recipe.parallel.model_copy(update={"auto_sizes": False})
     recipe = recipe.model_copy(update={"parallel": parallel})
-    assert orchestrated(recipe, 8) is recipe
+    assert complete_sizes(recipe, 8) is recipe

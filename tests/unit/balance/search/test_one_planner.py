@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.online_calibration import ActionTimeFit
 from torchmm.balance.pipeweaver.background.leader import start_planning
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
-from torchmm.balance.rates import ActionFit
-from torchmm.balance.run_costs import run_costs, simulated_profile
-from torchmm.balance.schedules import search_by_costs
-from torchmm.balance.step_plans import searched_costs
+from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
+from torchmm.balance.run_costs import build_cost_model, load_simulated_profile
+from torchmm.balance.schedules import search_schedule
+from torchmm.balance.step_plans import compute_search_costs
 from torchmm.costs.flops import task_durations
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.serialization import decode_plan
@@ -24,14 +24,14 @@ EVALUATIONS = 200
 
 
 @pytest.fixture(scope="module")
-def forecaster() -> Forecaster:
+def forecaster() -> StepSimulator:
     overrides = [
         "--parallel.schedule=searched",
         f"--parallel.search.evaluations={EVALUATIONS}",
         "--parallel.search.workers=1",
     ]
     recipe = load_recipe(ROOT / "recipes/papers/pipeweaver_vlm_s.toml", overrides, None).recipe
-    return Forecaster(recipe, 16, simulated_profile(recipe))
+    return StepSimulator(recipe, 16, load_simulated_profile(recipe))
 
 
 def kinds_of(graph, values):
@@ -47,11 +47,11 @@ def compute_orders(plan):
 
 
 def test_run_executes_simulated_plan(forecaster):
-    step = forecaster.forecast().step
+    step = forecaster.simulate_schedule().step
     graph = step.plan.graph
     parallel = forecaster.run.recipe.parallel
     parallel = parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
-    costs = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    costs = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
     modules = tuple(forecaster.modules)
     setup = PlanningSetup(graph.layout, parallel, modules, "step", costs)
     process = start_planning(setup, "normal")
@@ -65,21 +65,21 @@ def test_run_executes_simulated_plan(forecaster):
     executed = decode_plan(planned.encoded_plan, graph, lambda graph: {})
     assert compute_orders(executed) == compute_orders(step.plan)
     # Check that different costs lead to a different order.
-    flops = searched_costs(graph, modules, metas, costs)
+    flops = compute_search_costs(graph, modules, metas, costs)
     skewed = {a: ms * (1 + a.microbatch % 3) for a, ms in flops.compute_ms.items()}
-    other_order = search_by_costs(parallel, graph, flops.__class__(skewed)).order
+    other_order = search_schedule(parallel, graph, flops.__class__(skewed)).order
     assert [list(row) for row in other_order] != compute_orders(step.plan)
 
 
 def test_measured_rates_scale_each_action_type(forecaster):
-    step = forecaster.forecast().step
+    step = forecaster.simulate_schedule().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
-    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
-    plain = searched_costs(graph, forecaster.modules, metas, model)
+    model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
+    plain = compute_search_costs(graph, forecaster.modules, metas, model)
     flops = task_durations(graph, forecaster.modules, metas)
     work = kinds_of(graph, {action: flops(action) for action in plain.compute_ms})
     rates = {kind: (1 + number) * 1e-9 for number, kind in enumerate(sorted(work, key=str))}
-    measured = searched_costs(graph, forecaster.modules, metas, model, rates=rates)
+    measured = compute_search_costs(graph, forecaster.modules, metas, model, rates=rates)
     for kind, ms in kinds_of(graph, measured.compute_ms).items():
         if work[kind] > 0 and kind[1] in (ActionType.F, ActionType.B):
             assert ms == pytest.approx(rates[kind] * work[kind])
@@ -93,18 +93,18 @@ def test_measured_rates_scale_each_action_type(forecaster):
 
 
 def test_constants_and_rates_apply_per_rank(forecaster):
-    step = forecaster.forecast().step
+    step = forecaster.simulate_schedule().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
-    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
-    plain = searched_costs(graph, forecaster.modules, metas, model)
+    model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
+    plain = compute_search_costs(graph, forecaster.modules, metas, model)
     flops = task_durations(graph, forecaster.modules, metas)
     rates = {
         (module.name, kind): 1e-9 for module in forecaster.modules for kind in ActionType
     }  # fmt: skip
-    fits = {(1, "llm", ActionType.F): ActionFit(7.0, 3e-9)}
+    fits = {(1, "llm", ActionType.F): ActionTimeFit(7.0, 3e-9)}
     step_arguments = graph, forecaster.modules, metas, model
-    measured = searched_costs(*step_arguments, rates=rates, fits=fits)
-    pooled = searched_costs(*step_arguments, rates=rates)
+    measured = compute_search_costs(*step_arguments, rates=rates, fits=fits)
+    pooled = compute_search_costs(*step_arguments, rates=rates)
     llm_forwards = [
         action
         for action in plain.compute_ms
@@ -121,12 +121,12 @@ def test_constants_and_rates_apply_per_rank(forecaster):
 
 
 def test_measured_transfers_shift_predicted_transfers(forecaster):
-    step = forecaster.forecast().step
+    step = forecaster.simulate_schedule().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
-    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
     step_arguments = graph, forecaster.modules, metas, model
     rates = {("llm", ActionType.F): 1e-9}
-    plain = searched_costs(*step_arguments, rates=rates)
+    plain = compute_search_costs(*step_arguments, rates=rates)
 
     def ends(key):
         return tuple(
@@ -136,7 +136,7 @@ def test_measured_transfers_shift_predicted_transfers(forecaster):
     mean_ms = defaultdict(list)
     for key, ms in plain.transfer_ms.items():
         mean_ms[ends(key)].append(ms)
-    measured = searched_costs(*step_arguments, rates=rates, between_ms={(0, 1): 50.0})
+    measured = compute_search_costs(*step_arguments, rates=rates, rank_pair_ms={(0, 1): 50.0})
     predicted_ms = mean_ms[0, 1]
     for key, ms in plain.transfer_ms.items():
         more_ms = 50.0 - sum(predicted_ms) / len(predicted_ms) if ends(key) == (0, 1) else 0.0

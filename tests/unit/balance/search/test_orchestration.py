@@ -8,11 +8,11 @@ import pytest
 import tomli
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.dry_run import describe_run
-from torchmm.balance.search import placement
+from torchmm.balance.recipe_simulation.dry_run import describe_run
+from torchmm.balance.search import recipe_completion
 from torchmm.balance.search.disaggregated import orchestration_problem
-from torchmm.balance.search.placement import orchestrated
-from torchmm.balance.search.space import with_memory_limit
+from torchmm.balance.search.plan_space import with_memory_limit
+from torchmm.balance.search.recipe_completion import complete_sizes
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolved_unit_sizes
@@ -64,7 +64,7 @@ images = [0, 8]
 @pytest.fixture(autouse=True)
 def few_plans(monkeypatch):
     """Reduce the search effort. `test_plan_search` compares the search with all plans."""
-    monkeypatch.setattr(placement, "EFFORT", 10_000)
+    monkeypatch.setattr(recipe_completion, "MAX_ACTIONS", 10_000)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_open_sizes_are_planned_for_all_ranks(recipe):
         placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
     )
     open_recipe = recipe.model_copy(update={"parallel": parallel})
-    planned = orchestrated(open_recipe, 6)
+    planned = complete_sizes(open_recipe, 6)
     assert not planned.parallel.auto_sizes
     assert sum(unit.ranks for unit in resolved_unit_sizes(planned, 6).values()) == 6
     assert "6 = " in describe_run(open_recipe, 6)
@@ -107,7 +107,7 @@ def test_open_sizes_are_planned_for_all_ranks(recipe):
     )
     # For a batch of 1, the maximum is 8 x 8 ranks of the encoder and 8 x 12 ranks of the LLM.
     with pytest.raises(ConfigError, match=r"no plan uses all 161 ranks; start \d+"):
-        orchestrated(single_sample, 161)
+        complete_sizes(single_sample, 161)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_auto_sizes_skip_world_size_check(recipe_file, world_size, changes):
     if "--parallel.virtual_stages" not in changes:
         overrides += ["--parallel.virtual_stages", "1"]
     loaded = load_recipe(recipe_file, overrides, world_size).recipe
-    planned = orchestrated(loaded, world_size)
+    planned = complete_sizes(loaded, world_size)
     assert (
         sum(unit.ranks for unit in resolved_unit_sizes(planned, world_size).values()) == world_size
     )

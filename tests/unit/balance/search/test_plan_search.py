@@ -9,14 +9,14 @@ import tomli
 from support.papers.baselines import sized_recipe
 from test_orchestration import PROFILE, RECIPE
 
+from torchmm.balance.disttrain.orchestration.plan_space import PlanSpace
 from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate
-from torchmm.balance.disttrain.orchestration.space import PlanSpace
-from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
 from torchmm.balance.search import disaggregated
 from torchmm.balance.search.disaggregated import plan_variants
+from torchmm.balance.search.plan_search import search_plans
 from torchmm.balance.search.report import result_tables
 from torchmm.balance.search.result import fits
-from torchmm.balance.search.search import search_plans
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
@@ -85,7 +85,7 @@ def simulated(recipe, profile, sample, sizes, variant):
     if find_problems(planned, devices):
         return None
     try:
-        simulated_step = Forecaster(planned, devices, profile, sample=sample).forecast_parallel(
+        simulated_step = StepSimulator(planned, devices, profile, sample=sample).simulate_parallel(
             planned.parallel
         )
     except ConfigError:
@@ -151,7 +151,7 @@ def test_bounds_hold_for_all_plans(case):
     space = PlanSpace(variants)
     assert sum(fine for _, fine in plans.values()) > 10
     for (index, sizes), (seconds, fine) in plans.items():
-        plan = space.plan(index, sizes)
+        plan = space.estimate_plan(index, sizes)
         if fine:
             assert plan is not None, f"{variants[index].schedule} {sizes} fits"
         if plan is not None:
@@ -163,7 +163,7 @@ def test_module_table_shows_sizes_and_use(case, monkeypatch):
     _, table = result_tables(search(case, monkeypatch), "")
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert [row[0] for row in rows] == ["vision", "llm"]
-    step = best.forecast.step
+    step = best.report.step
     busy = {rank: ms / step.makespan_ms for rank, ms in enumerate(step.timeline.busy_ms)}
     for name, *numbers, percent, gib in rows:
         devices, tensor, data, pipeline = map(int, numbers)
@@ -181,7 +181,7 @@ def test_module_table_shows_sizes_and_use(case, monkeypatch):
 
 def test_interrupted_search_has_valid_bound(case, monkeypatch):
     *_, plans = case
-    result = search(case, monkeypatch, effort=1)
+    result = search(case, monkeypatch, max_actions=1)
     assert not result.complete and result.simulated["disaggregated"] <= 2
     best = min(seconds for seconds, fine in plans.values() if fine)
     assert result.bound_ms / 1e3 <= best

@@ -14,22 +14,26 @@ import tomli
 from test_orchestration import PROFILE, RECIPE
 
 import torchmm
-from torchmm.balance.forecasts.dry_run import describe_run
-from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
-from torchmm.balance.search import search as searches
-from torchmm.balance.search.bounds import PlanBound, PlanBounds
-from torchmm.balance.search.method import LARGEST_GAIN, Draft, MethodSearch
-from torchmm.balance.search.report import certificate, recipe_text, why_slower
-from torchmm.balance.search.result import find_best, fits
-from torchmm.balance.search.search import search_plans
-from torchmm.balance.search.space import (
-    METHODS,
-    Plan,
-    neighbors,
-    plain_recipe,
-    planned_recipe,
-    shared_plans,
+from torchmm.balance.recipe_simulation.dry_run import describe_run
+from torchmm.balance.recipe_simulation.step_simulator import (
+    SimulatedStepReport,
+    StepSample,
+    StepSimulator,
 )
+from torchmm.balance.search import plan_search as searches
+from torchmm.balance.search.bounds import PlanBound, PlanBounds
+from torchmm.balance.search.method_search import LOWEST_RATIO, MethodSearch, PlanDraft
+from torchmm.balance.search.plan_search import search_plans
+from torchmm.balance.search.plan_space import (
+    METHODS,
+    CandidatePlan,
+    apply_plan,
+    neighbors,
+    root_plans,
+    strip_parallelism,
+)
+from torchmm.balance.search.report import describe_optimality, recipe_text, why_slower
+from torchmm.balance.search.result import find_best, fits
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.read import load_recipe
@@ -71,7 +75,7 @@ def brute_force(recipe, devices, profile, sample, seed):
     of recomputation, gradient reduction, reordering and balanced images.
     """
     batch = recipe.training.global_batch_size
-    plain = plain_recipe(recipe)
+    plain = strip_parallelism(recipe)
     random = Random(seed)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     steps_ms = {}
@@ -100,14 +104,14 @@ def brute_force(recipe, devices, profile, sample, seed):
                 "training.microbatch_size": size,
                 "activation_checkpoint.mode": mode,
             }
-            planned = planned_recipe(plain, Plan("chain", devices, changes))
+            planned = apply_plan(plain, CandidatePlan("chain", devices, changes))
             if find_problems(planned, devices):
                 continue
             try:
-                forecaster = Forecaster(planned, devices, profile, sample=sample)
+                forecaster = StepSimulator(planned, devices, profile, sample=sample)
             except ConfigError:
                 continue
-            simulated_step = forecaster.forecast_parallel(planned.parallel)
+            simulated_step = forecaster.simulate_parallel(planned.parallel)
             if simulated_step.step is not None and fits(simulated_step.step):
                 steps_ms[tensor, pipeline, size, shard, schedule, values] = (
                     simulated_step.iteration_ms
@@ -144,18 +148,18 @@ def test_search_without_pipelines_loses_to_brute_force():
 def test_bounds_do_not_exceed_simulations(seed):
     recipe, devices, profile = random_recipe(seed)
     sample = StepSample(recipe)
-    plain = plain_recipe(recipe)
+    plain = strip_parallelism(recipe)
     bounds = PlanBounds(plain, profile, sample)
     random, checked = Random(seed), 0
     for method in SHARED:
-        plans = list(shared_plans(method, plain, devices, profile, sample))
+        plans = list(root_plans(method, plain, devices, profile, sample))
         plans += [other for plan in plans[:4] for other in neighbors(plan, plain, sample)]
         for plan in random.sample(plans, min(12, len(plans))):
-            planned = planned_recipe(plain, plan)
+            planned = apply_plan(plain, plan)
             if plan.schedule == "searched" or find_problems(planned, devices):
                 continue
-            forecaster = Forecaster(planned, plan.devices, profile, sample=sample)
-            simulated_step = forecaster.forecast_parallel(planned.parallel)
+            forecaster = StepSimulator(planned, plan.devices, profile, sample=sample)
+            simulated_step = forecaster.simulate_parallel(planned.parallel)
             if simulated_step.step is None:
                 continue
             bound = bounds.bound(plan)
@@ -189,7 +193,7 @@ def test_wrong_bounds_exclude_the_best_plan(monkeypatch):
 def test_search_is_deterministic():
     recipe, devices, profile = random_recipe(1)
     first, second = (
-        search_plans(recipe, devices, profile, budget_s=inf, effort=2_000) for _ in range(2)
+        search_plans(recipe, devices, profile, budget_s=inf, max_actions=2_000) for _ in range(2)
     )
     assert first.simulated == second.simulated and first.best.step_ms == second.best.step_ms
     assert first.best.recipe == second.best.recipe
@@ -229,7 +233,7 @@ def test_planned_recipe_has_the_reported_step(tmp_path):
     assert f"first step {result.best.step_ms:,.1f} ms on a800" in text
     for other in result.ranked[1:]:
         assert re.match(r"\+[\d.]+%", why_slower(other, result.best))
-    assert "remaining plans have higher bounds" in certificate(result)
+    assert "remaining plans have higher bounds" in describe_optimality(result)
 
 
 def test_plan_script_prints_methods_and_writes_recipe(tmp_path, capsys):
@@ -255,16 +259,16 @@ def test_plain_recipe_drops_recomputation_of_modules():
     recipe = random_recipe(0)[0]
     section = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
     recipe = recipe.model_copy(update={"activation_checkpoint": section})
-    assert plain_recipe(recipe).activation_checkpoint.modules == {}
+    assert strip_parallelism(recipe).activation_checkpoint.modules == {}
 
 
 def test_plans_with_lowest_estimate_come_first():
     """Check that hopeless rough drafts follow the neighbors of the best plan."""
     method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0))
-    slow, near = 101.0 / LARGEST_GAIN, 99.0 / LARGEST_GAIN
+    slow, near = 101.0 / LOWEST_RATIO, 99.0 / LOWEST_RATIO
 
     def draft(text, estimate_ms, *, is_rough):
-        return Draft(estimate_ms, text, Plan("separated", 8, {}), 1.0, is_rough)
+        return PlanDraft(estimate_ms, text, CandidatePlan("separated", 8, {}), 1.0, is_rough)
 
     for name in ("first", "second"):
         method.push(draft(name, 100.0, is_rough=False))
@@ -293,7 +297,7 @@ def test_method_with_less_effort_is_next():
         "separated", started=True, best=best, simulated=1, spent=1_000, open_ms=95.0
     )
     search = SimpleNamespace(_turns=1, _methods={"fsdp": short, "separated": long}, best_ms=100.0)
-    assert searches._Search._next_method(search) is long
+    assert searches._PlanSearch._next_method(search) is long
 
 
 @pytest.mark.parametrize("has_first", [True, False])
@@ -302,7 +306,7 @@ def test_search_after_deadline_simulates_every_method(monkeypatch, has_first):
     seconds = iter(range(0, 10**6, 20))
     monkeypatch.setattr(searches, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
     if not has_first:
-        monkeypatch.setattr(searches._Search, "_first_method", lambda _: None)
+        monkeypatch.setattr(searches._PlanSearch, "_first_method", lambda _: None)
     recipe, devices, profile = random_recipe(0)
     result = search_plans(recipe, devices, profile, budget_s=10.0)
     assert not result.complete
@@ -311,7 +315,7 @@ def test_search_after_deadline_simulates_every_method(monkeypatch, has_first):
 
 
 def test_search_skips_plans_that_take_too_long(monkeypatch):
-    monkeypatch.setattr(searches._Search, "_is_too_long", lambda *_: True)
+    monkeypatch.setattr(searches._PlanSearch, "_is_too_long", lambda *_: True)
     recipe, devices, profile = random_recipe(1)
     result = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=1_000.0)
     assert not result.complete and result.best is not None
@@ -323,14 +327,14 @@ def test_every_method_simulates_a_plan():
     search = SimpleNamespace(_budget_s=10.0)
     for simulated in (0, 1):
         method = MethodSearch("fsdp", seconds=9.0, simulated=simulated)
-        assert searches._Search._has_tried(search, method) is bool(simulated)
+        assert searches._PlanSearch._has_tried(search, method) is bool(simulated)
 
 
 def test_plans_without_pipeline_shard_across_nodes():
     recipe, _, profile = random_recipe(0)
     training = recipe.training.model_copy(update={"global_batch_size": 256})
     recipe = recipe.model_copy(update={"training": training})
-    plans = shared_plans("fsdp", recipe, 256, profile, StepSample(recipe))
+    plans = root_plans("fsdp", recipe, 256, profile, StepSample(recipe))
     shards = {plan.size("shard") for plan in plans if plan.size("tensor") == 1}
     assert shards >= {1, 8, 16, 32, 64, 128, 256}
 
@@ -342,12 +346,12 @@ def test_search_varies_reordering_of_recipe(reorder):
     recipe = recipe.model_copy(update={"data": data})
     sample = StepSample(recipe)
     for method, expected in (("fsdp", {"none", "intra"}), ("chain", {"none", "intra", "both"})):
-        plans = shared_plans(method, recipe, devices, profile, sample)
+        plans = root_plans(method, recipe, devices, profile, sample)
         plan = next(plan for plan in plans if plan.data_parallel > 1)
         values = {plan.changes["data.reorder"]}
         values |= {other.changes["data.reorder"] for other in neighbors(plan, recipe, sample)}
         assert values == expected
-        assert planned_recipe(recipe, plan).data.reorder == plan.changes["data.reorder"]
+        assert apply_plan(recipe, plan).data.reorder == plan.changes["data.reorder"]
 
 
 def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
@@ -356,25 +360,25 @@ def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
     changes = {"pipeline": 2, "schedule": "searched"}
     open_recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
     order = []
-    simulate = searches._Search._simulate
+    simulate = searches._PlanSearch._simulate
 
     def recorded(self, method, plan, **options):
         order.append(method.name)
         return simulate(self, method, plan, **options)
 
-    monkeypatch.setattr(searches._Search, "_simulate", recorded)
+    monkeypatch.setattr(searches._PlanSearch, "_simulate", recorded)
     monkeypatch.setattr(searches, "recipe_candidate", lambda *_: order.append("recipe"))
     for tried, first in ((open_recipe, "fsdp"), (recipe, "recipe")):
         order.clear()
-        search_plans(tried, devices, profile, methods=("fsdp",), budget_s=inf, effort=1_000)
+        search_plans(tried, devices, profile, methods=("fsdp",), budget_s=inf, max_actions=1_000)
         assert order[0] == first and order.count("recipe") == 1
 
 
 def test_plans_without_a_step_count_as_effort(monkeypatch):
     recipe, devices, profile = random_recipe(0)
-    failed = Forecast("1f1b", problem="no schedule of the step fits")
-    monkeypatch.setattr(Forecaster, "forecast_parallel", lambda *_: failed)
-    result = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, effort=1)
+    failed = SimulatedStepReport("1f1b", problem="no schedule of the step fits")
+    monkeypatch.setattr(StepSimulator, "simulate_parallel", lambda *_: failed)
+    result = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, max_actions=1)
     assert not result.complete and result.simulated["chain"] == 1
 
 
@@ -383,9 +387,9 @@ def test_search_without_time_returns_recipe_sizes(seed):
     """Check that the plan of the recipe is a candidate, so that no result is slower."""
     recipe, devices, profile = random_recipe(seed)
     sample = StepSample(recipe)
-    plan = next(iter(shared_plans("fsdp", recipe, devices, profile, sample)))
-    planned = planned_recipe(plain_recipe(recipe), plan)
-    expected = Forecaster(planned, plan.devices, profile, sample=sample).forecast()
+    plan = next(iter(root_plans("fsdp", recipe, devices, profile, sample)))
+    planned = apply_plan(strip_parallelism(recipe), plan)
+    expected = StepSimulator(planned, plan.devices, profile, sample=sample).simulate_schedule()
     result = search_plans(planned, plan.devices, profile, budget_s=0.0, sample=sample)
     if expected.step is None or not fits(expected.step):
         assert result.best is None

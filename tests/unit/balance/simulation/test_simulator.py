@@ -8,8 +8,8 @@ from naive_memory import naive_memory
 from naive_plan import Play, random_costs, random_plan
 
 from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
@@ -112,7 +112,7 @@ def test_reductions_overlap_following_work():
     plan = llm_plan("interleaved_1f1b", 2, 4, virtual=2, sharding="step")
     free = simulate(plan, flat_costs(plan))
     costs = flat_costs(plan, reduce_ms=dict.fromkeys(range(4), 3.0))
-    overlapped = simulate(plan, replace(costs, runs_beside=True))
+    overlapped = simulate(plan, replace(costs, overlaps_communication=True))
     assert overlapped.makespan_ms == free.makespan_ms + 3
     assert overlapped.timeline.bubble_ms["dp_reduce_scatter"] == 2 * 3
     spans = {(r.rank, str(r.action)): (r.start_ms, r.end_ms) for r in overlapped.records}
@@ -134,7 +134,7 @@ def test_reduction_waits_for_the_last_rank():
     )
     plan = lower_plan(order, graph, {}, sharding="step")
     for overlaps in (False, True):
-        costs = flat_costs(plan, 1.0, 1.0, reduce_ms={0: 2.0}, runs_beside=overlaps)
+        costs = flat_costs(plan, 1.0, 1.0, reduce_ms={0: 2.0}, overlaps_communication=overlaps)
         step = simulate(plan, costs)
         ends = {r.rank: r.end_ms for r in step.records if r.action == Action(T.REDUCE_GRAD, 0)}
         last_end = max(r.end_ms for r in step.records if r.action.type is T.B)
@@ -163,8 +163,8 @@ def test_late_receive_delays_its_transfer():
 def test_exposed_tensor_communication_is_a_bubble():
     plan = llm_plan("1f1b", 2, 4)
     costs = flat_costs(plan)
-    tensor_ms = {a: 0.25 for a in costs.compute_ms}
-    with_tp = simulate(plan, replace(costs, tensor_ms=tensor_ms)).timeline
+    tp_comm_ms = {a: 0.25 for a in costs.compute_ms}
+    with_tp = simulate(plan, replace(costs, tp_comm_ms=tp_comm_ms)).timeline
     without = simulate(plan, costs).timeline
     assert with_tp.bubble_ms["tp"] == 16 * 0.25
     for rank in range(2):
@@ -242,7 +242,7 @@ def test_all_cost_problems_are_reported():
     del compute_ms[Action(T.F, 0, 0)]
     bad = PlanCosts(
         compute_ms=compute_ms,
-        tensor_ms={Action(T.F, 1, 0): 3.0, Action(T.B, 1, 0): -1.0},
+        tp_comm_ms={Action(T.F, 1, 0): 3.0, Action(T.B, 1, 0): -1.0},
         reduce_ms={1: math.inf},
         transfer_ms={(Message(0, 1, 0), False): -0.5},
         saved_bytes={Task(0, 0): 4, Task(0, 1): -4},

@@ -35,10 +35,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s
+from torchmm.balance.numba_utils import Float64s
 from torchmm.pipelining.schedules.layouts import balanced_split
 
-Waiting = Literal["1f1b", "all", "some"]
+SavedMicrobatches = Literal["1f1b", "all", "some"]
 """Microbatches whose activations a schedule saves: as (interleaved) 1F1B, all, or at least those of
 an average 1F1B rank."""
 
@@ -49,15 +49,15 @@ class SampleSeconds(NamedTuple):
     mean_s: float
     """Mean seconds per sample, forward and backward. Samples without input for the unit are
     included."""
-    least_forward_s: float
+    min_forward_s: float
     """Minimum forward seconds over samples. 0 if a sample has no input for the unit."""
-    least_backward_s: float
-    layer_share: float
+    min_backward_s: float
+    min_layer_fraction: float
     """Minimum fraction of the unit time that one inner layer uses."""
 
 
 @dataclass(frozen=True, eq=False)
-class UnitBound:
+class UnitBounds:
     """Bounds of one unit.
 
     Attributes:
@@ -66,32 +66,33 @@ class UnitBound:
         seconds: Times by tensor-parallel size.
         state_bytes: Weights and gradients of the unit.
         sharded_bytes: Bytes that are sharded over data-parallel ranks.
-        least_kept_bytes: Activations that the smallest sample saves, by tensor-parallel size.
-        layer_kept_share: Minimum fraction of these activations that one inner layer saves.
+        min_activation_bytes: Activations that the smallest sample saves, by tensor-parallel size.
+        min_layer_activation_fraction: Minimum fraction of these activations that one inner layer
+            saves.
     """
 
     layer_costs: Sequence[float]
     seconds: Mapping[int, SampleSeconds]
     state_bytes: float
     sharded_bytes: float
-    least_kept_bytes: Mapping[int, float]
-    layer_kept_share: float
-    _cuts: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    min_activation_bytes: Mapping[int, float]
+    min_layer_activation_fraction: float
+    _counts_by_split: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
 
-    def chain_s(self, tensor: int, *, whole_backwards: bool) -> float:
+    def chain_s(self, tensor: int, *, unsplit_backward: bool) -> float:
         """Return the minimum time of one sample through the unit, forward and, if unsplit,
         backward."""
         sample = self.seconds[tensor]
-        return sample.least_forward_s + whole_backwards * sample.least_backward_s
+        return sample.min_forward_s + unsplit_backward * sample.min_backward_s
 
-    def steps_s(
+    def step_bounds_s(
         self,
         sizes_O: Sequence[tuple[int, int, int]],
         samples: float,
         first: float,
         *,
         stages: int,
-        whole_backwards: bool,
+        unsplit_backward: bool,
     ) -> Float64s:
         """Return the step time bound of the most loaded rank for each option.
 
@@ -101,19 +102,19 @@ class UnitBound:
             first: Samples of a microbatch that passes earlier ranks first. 0 if there is no such
                 chain.
             stages: Stages per rank.
-            whole_backwards: Whether the schedule never splits backward passes.
+            unsplit_backward: Whether the schedule never splits backward passes.
         """
         bounds_s = np.empty(len(sizes_O))
         for option, (tensor, data, pipeline) in enumerate(sizes_O):
             sample = self.seconds[tensor]
-            layers, last_layers, before, _ = self._cut(pipeline, stages)
+            layers, last_layers, preceding_layers, _ = self._layer_counts(pipeline, stages)
             work_s = samples / data * sample.mean_s
-            chain_s = first * self.chain_s(tensor, whole_backwards=whole_backwards)
-            by_layers = max(work_s * layers, work_s * last_layers + chain_s * before)
-            bounds_s[option] = max(by_layers * sample.layer_share, work_s / pipeline)
+            chain_s = first * self.chain_s(tensor, unsplit_backward=unsplit_backward)
+            by_layers = max(work_s * layers, work_s * last_layers + chain_s * preceding_layers)
+            bounds_s[option] = max(by_layers * sample.min_layer_fraction, work_s / pipeline)
         return bounds_s
 
-    def _cut(self, pipeline: int, stages: int) -> tuple[float, ...]:
+    def _layer_counts(self, pipeline: int, stages: int) -> tuple[float, ...]:
         """Return layer counts of a split into stages.
 
         The counts are those of the rank with the most layers, of the last rank, of the first stages
@@ -121,23 +122,28 @@ class UnitBound:
         different efficiency. Ranks therefore count only layers, and one rank has at least the
         average work.
         """
-        counted = self._cuts.get((pipeline, stages))
-        if counted is None:
+        layer_counts = self._counts_by_split.get((pipeline, stages))
+        if layer_counts is None:
             counts = np.array(balanced_split(self.layer_costs, pipeline * stages), float)
             by_stage = counts.reshape(stages, pipeline)
             layers_R = by_stage.sum(axis=0)
-            before = float(by_stage[0, :-1].sum())
-            counted = float(layers_R.max()), float(layers_R[-1]), before, float(layers_R[0])
-            self._cuts[pipeline, stages] = counted
-        return counted
+            preceding_layers = float(by_stage[0, :-1].sum())
+            layer_counts = (
+                float(layers_R.max()),
+                float(layers_R[-1]),
+                preceding_layers,
+                float(layers_R[0]),
+            )
+            self._counts_by_split[pipeline, stages] = layer_counts
+        return layer_counts
 
-    def least_bytes_O(
+    def memory_bounds_O(
         self,
         sizes_O: Sequence[tuple[int, int, int]],
         samples: float,
         microbatches: int,
-        behind: int,
-        waiting: Waiting = "some",
+        later_ranks: int,
+        saved_microbatches: SavedMicrobatches = "some",
         stages: int = 1,
     ) -> Float64s:
         """Return the memory bound of a rank for each option.
@@ -146,32 +152,40 @@ class UnitBound:
             sizes_O: Tensor-, data- and pipeline-parallel sizes.
             samples: Samples of a microbatch on all replicas of the unit together.
             microbatches: Microbatches of the step.
-            behind: Minimum number of pipeline ranks of later units.
-            waiting: Microbatches that the schedule saves.
+            later_ranks: Minimum number of pipeline ranks of later units.
+            saved_microbatches: Microbatches that the schedule saves.
             stages: Stages per rank.
         """
         bounds = np.empty(len(sizes_O))
         for option, (tensor, data, pipeline) in enumerate(sizes_O):
             states = (self.state_bytes + self.sharded_bytes / data) / tensor
-            kept = samples / data * self.least_kept_bytes[tensor]
-            if waiting == "some":  # an average rank of 1F1B
-                count = min((pipeline + 1) / 2 + behind, microbatches)
+            kept = samples / data * self.min_activation_bytes[tensor]
+            if saved_microbatches == "some":  # an average rank of 1F1B
+                count = min((pipeline + 1) / 2 + later_ranks, microbatches)
                 bounds[option] = (states + kept * count) / pipeline
                 continue
-            layers = self._cut(pipeline, stages)[3]
-            count = in_flight(waiting, pipeline, stages, behind, microbatches)
+            layers = self._layer_counts(pipeline, stages)[3]
+            count = min_microbatches_in_flight(
+                saved_microbatches, pipeline, stages, later_ranks, microbatches
+            )
             share = layers / len(self.layer_costs)
-            bounds[option] = states * share + kept * count * layers * self.layer_kept_share
+            bounds[option] = (
+                states * share + kept * count * layers * self.min_layer_activation_fraction
+            )
         return bounds
 
 
-def in_flight(
-    waiting: Waiting, pipeline: int, stages: int, behind: int, microbatches: int
+def min_microbatches_in_flight(
+    saved_microbatches: SavedMicrobatches,
+    pipeline: int,
+    stages: int,
+    later_ranks: int,
+    microbatches: int,
 ) -> float:
     """Return the minimum number of microbatches that the first rank of a unit saves at once."""
-    if waiting == "all":
+    if saved_microbatches == "all":
         return microbatches
-    chunks = pipeline * stages + stages * behind
+    chunks = pipeline * stages + stages * later_ranks
     if stages > 1:  # bursts of interleaved 1F1B, and a second burst before a generator
-        chunks += (pipeline - 1) * (1 + (behind > 0))
+        chunks += (pipeline - 1) * (1 + (later_ranks > 0))
     return min(chunks / stages, microbatches)

@@ -5,7 +5,7 @@ exact optimum of this formula:
 
     for D in data_sizes(...)                      LLM data-parallel sizes, lowest bound first
         for llm in list_options(..., LLM)         LLM options that can beat the best plan
-            complete(list_others(...), llm)       depth-first search over the other units
+            complete(list_non_llm_options(...), llm)       depth-first search over the other units
 
 Invariants:
 
@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.compiled import Float64s, Int64s, compiled, loop
-from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTables
+from torchmm.balance.disttrain.orchestration.tables import PlanSettings, UnitTables
+from torchmm.balance.numba_utils import Float64s, Int64s, cached_njit, norefcount_njit
 
 # [Note: branch and bound over options]
 #
@@ -44,8 +44,8 @@ TENSOR, DATA, PIPELINE, DEVICES, DEPTH, STAGE_S, WARMUP_S, SYNC_S = range(8)
 #     pipeline   encoder 0   encoder 1   LLM   generator 0   generator 1
 #     position       3           2                  1             0
 #
-# `complete` searches the positions depth-first. With u the chosen units (and the LLM) and r the
-# remaining units, a combination is pruned if this bound is not below the best step time:
+# `search_combinations` searches the positions depth-first. With u the chosen units (and the LLM)
+# and r the remaining units, a combination is pruned if this bound is not below the best step time:
 #
 #     sum_u(warm-up) + sum_r(min warm-up)
 #         + (K - 1) max(max_u(stage), sum_r(min device-seconds) / remaining devices) + max_u(sync)
@@ -58,13 +58,13 @@ ANY_DEPTH = 1 << 40
 """Depth of an option whose memory does not depend on the depth."""
 
 
-@loop
-def stage_share(layers: int, virtual: int, pipeline: int) -> float:
+@norefcount_njit
+def max_stage_fraction(layers: int, virtual: int, pipeline: int) -> float:
     """Return the fraction of the layers of a unit on its rank with the most layers."""
     return virtual * ((layers + pipeline * virtual - 1) // (pipeline * virtual)) / layers
 
 
-@loop
+@norefcount_njit
 def unit_seconds(
     tables: UnitTables, unit: int, tensor: int, data: int, pipeline: int, samples: float
 ) -> tuple[float, float, float]:
@@ -83,15 +83,15 @@ def unit_seconds(
         of the first microbatch on all ranks; seconds of gradient reduction.
     """
     virtual = tables.virtual_U[unit]
-    share = stage_share(tables.layers_U[unit], virtual, pipeline)
+    share = max_stage_fraction(tables.layers_U[unit], virtual, pipeline)
     seconds = tables.seconds_UT[unit, tensor] * samples
     warmup_s = (seconds + pipeline * tables.transfer_s_U[unit] * samples) / virtual
-    sync_s = tables.sync_s_U[unit] * share / tables.tensor_T[tensor] * (data - 1) / data
-    pace_s = seconds * share * (1 + tables.unevenness_U[unit] / np.sqrt(samples))
-    return pace_s, warmup_s, sync_s
+    grad_sync_s = tables.grad_sync_s_U[unit] * share / tables.tensor_T[tensor] * (data - 1) / data
+    pace_s = seconds * share * (1 + tables.relative_std_U[unit] / np.sqrt(samples))
+    return pace_s, warmup_s, grad_sync_s
 
 
-@loop
+@norefcount_njit
 def unit_bytes(
     tables: UnitTables,
     unit: int,
@@ -102,22 +102,22 @@ def unit_bytes(
     in_flight: float,
 ) -> float:
     """Return the memory of the first rank of a unit, which saves the most activations."""
-    share = stage_share(tables.layers_U[unit], tables.virtual_U[unit], pipeline)
+    share = max_stage_fraction(tables.layers_U[unit], tables.virtual_U[unit], pipeline)
     state = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / data
     waiting = samples * in_flight
     kept = tables.activation_bytes_UT[unit, tensor] * waiting
-    kept += tables.surge_bytes_UT[unit, tensor] * np.sqrt(waiting)
-    kept = min(kept, tables.peak_bytes_UT[unit, tensor] * waiting)
+    kept += tables.activation_margin_bytes_UT[unit, tensor] * np.sqrt(waiting)
+    kept = min(kept, tables.max_activation_bytes_UT[unit, tensor] * waiting)
     temporary = tables.workspace_bytes_UT[unit, tensor] * samples
     return (state / tables.tensor_T[tensor] + kept) * share + temporary
 
 
-@loop
+@norefcount_njit
 def microbatches_in_flight(
     tables: UnitTables, unit: int, pipeline: int, depth: int, microbatches: int
 ) -> float:
     """Return the number of microbatches whose activations the first rank of a unit saves."""
-    if not tables.keeps_U[unit]:
+    if not tables.has_backward_U[unit]:
         return 1.0
     virtual = tables.virtual_U[unit]
     # Interleaved 1F1B runs forward passes in bursts. A unit that follows adds a second burst.
@@ -125,8 +125,8 @@ def microbatches_in_flight(
     return min(depth + bursts * (pipeline - 1) / virtual, float(microbatches))
 
 
-@loop
-def greatest_depth(
+@norefcount_njit
+def max_depth(
     tables: UnitTables,
     unit: int,
     sizes: tuple[int, int, int],
@@ -157,8 +157,8 @@ def greatest_depth(
     depth = pipeline
     while fits + 1 < too_deep:
         in_flight = microbatches_in_flight(tables, unit, pipeline, depth, microbatches)
-        held = unit_bytes(tables, unit, tensor, data, pipeline, samples, in_flight)
-        if held <= memory_bytes:
+        used_bytes = unit_bytes(tables, unit, tensor, data, pipeline, samples, in_flight)
+        if used_bytes <= memory_bytes:
             fits = depth
         else:
             too_deep = depth
@@ -168,9 +168,9 @@ def greatest_depth(
     return fits if too_deep <= max(pipeline, microbatches) else ANY_DEPTH
 
 
-@compiled
-def least_times(
-    tables: UnitTables, setting: PlanSetting, data: int
+@cached_njit
+def lower_bound_times(
+    tables: UnitTables, setting: PlanSettings, data: int
 ) -> tuple[Float64s, Float64s, float]:
     """Return lower bounds for a data-parallel size of the LLM.
 
@@ -185,20 +185,20 @@ def least_times(
     work_U = np.full(units, np.inf)
     layer_s = 0.0
     for unit in range(units):
-        least = np.inf
+        min_s = np.inf
         for tensor in range(len(tables.tensor_T)):
             seconds = tables.seconds_UT[unit, tensor] * setting.microbatch_size
-            least = min(least, seconds)
+            min_s = min(min_s, seconds)
             work_U[unit] = min(work_U[unit], tables.tensor_T[tensor] * seconds * data)
         transfer_s = tables.transfer_s_U[unit] * setting.microbatch_size
-        warmup_U[unit] = (least + transfer_s) / tables.virtual_U[unit]
-        layer_s = max(layer_s, least * tables.virtual_U[unit] / tables.layers_U[unit])
+        warmup_U[unit] = (min_s + transfer_s) / tables.virtual_U[unit]
+        layer_s = max(layer_s, min_s * tables.virtual_U[unit] / tables.layers_U[unit])
     return warmup_U, work_U, layer_s
 
 
-@compiled
+@cached_njit
 def list_options(
-    tables: UnitTables, setting: PlanSetting, data: int, unit: int, limit_s: float, llm: Float64s
+    tables: UnitTables, setting: PlanSettings, data: int, unit: int, limit_s: float, llm: Float64s
 ) -> Float64s:
     """Return the options of a unit that fit and can lead to a step time below a limit.
 
@@ -213,53 +213,59 @@ def list_options(
     Returns:
         (O, 8) options, sorted by number of devices.
     """
-    warmup_U, work_U, layer_s = least_times(tables, setting, data)
+    warmup_U, work_U, layer_s = lower_bound_times(tables, setting, data)
     microbatches = setting.batch // data
     virtual = tables.virtual_U[unit]
-    most = setting.devices - len(warmup_U) + 1
+    max_devices = setting.devices - len(warmup_U) + 1
     if len(llm) > 0:
-        most -= int(llm[:, DEVICES].min()) - 1
+        max_devices -= int(llm[:, DEVICES].min()) - 1
         warmup_U[setting.llm] = llm[:, WARMUP_S].min()
         layer_s = max(layer_s, llm[:, STAGE_S].min())
     warmup_s = warmup_U.sum() - warmup_U[unit]
     work = work_U.sum() - work_U[unit]
-    most = min(tables.limit_U[unit], most)
-    found = np.empty((64, 8))
+    max_devices = min(tables.max_devices_U[unit], max_devices)
+    options = np.empty((64, 8))
     count = 0
     for tensor in range(len(tables.tensor_T)):
-        offered = tables.seconds_UT[unit, tensor] < np.inf
-        for own in range(data if unit == setting.llm else 1, data + 1 if offered else 0):
-            group = own * tables.tensor_T[tensor]
-            if group > most or data % own:
+        has_costs = tables.seconds_UT[unit, tensor] < np.inf
+        for data_size in range(data if unit == setting.llm else 1, data + 1 if has_costs else 0):
+            group = data_size * tables.tensor_T[tensor]
+            if group > max_devices or data % data_size:
                 continue
-            samples = setting.microbatch_size * (data / own)
+            samples = setting.microbatch_size * (data / data_size)
             share = np.inf
-            for pipeline in range(1, min(most // group, tables.layers_U[unit] // virtual) + 1):
-                if stage_share(tables.layers_U[unit], virtual, pipeline) >= share:
+            for pipeline in range(
+                1, min(max_devices // group, tables.layers_U[unit] // virtual) + 1
+            ):
+                if max_stage_fraction(tables.layers_U[unit], virtual, pipeline) >= share:
                     continue  # one more rank does not reduce the maximum layers per rank
-                share = stage_share(tables.layers_U[unit], virtual, pipeline)
-                times = unit_seconds(tables, unit, tensor, own, pipeline, samples)
-                rest = max(setting.devices - group * pipeline, 1)
-                slowest = max(times[0], layer_s, work / rest)
+                share = max_stage_fraction(tables.layers_U[unit], virtual, pipeline)
+                times = unit_seconds(tables, unit, tensor, data_size, pipeline, samples)
+                remaining = max(setting.devices - group * pipeline, 1)
+                slowest = max(times[0], layer_s, work / remaining)
                 if times[1] + warmup_s + slowest * (microbatches - 1) + times[2] >= limit_s:
                     continue
-                sizes = (tensor, own, pipeline)
-                depth = greatest_depth(
-                    tables, unit, sizes, samples, microbatches, setting.memory_bytes
-                )
+                sizes = (tensor, data_size, pipeline)
+                depth = max_depth(tables, unit, sizes, samples, microbatches, setting.memory_bytes)
                 if depth == 0:
                     continue
-                if count == len(found):
-                    found = np.concatenate((found, np.empty_like(found)))
-                found[count, TENSOR : DEPTH + 1] = (tensor, own, pipeline, group * pipeline, depth)
-                found[count, STAGE_S:] = times
+                if count == len(options):
+                    options = np.concatenate((options, np.empty_like(options)))
+                options[count, TENSOR : DEPTH + 1] = (
+                    tensor,
+                    data_size,
+                    pipeline,
+                    group * pipeline,
+                    depth,
+                )
+                options[count, STAGE_S:] = times
                 count += 1
-    return found[:count][np.argsort(found[:count, DEVICES], kind="mergesort")]
+    return options[:count][np.argsort(options[:count, DEVICES], kind="mergesort")]
 
 
-@compiled
-def every_option(
-    tables: UnitTables, setting: PlanSetting, data: int, unit: int, most: int
+@cached_njit
+def list_all_options(
+    tables: UnitTables, setting: PlanSettings, data: int, unit: int, max_devices: int
 ) -> Float64s:
     """Return all options of a unit, including options that do not fit (depth 0).
 
@@ -268,7 +274,7 @@ def every_option(
         setting: Properties that all plans share.
         data: Data-parallel size of the LLM.
         unit: Index of the unit.
-        most: Maximum number of devices of the unit.
+        max_devices: Maximum number of devices of the unit.
 
     Returns:
         (O, 8) options with the columns of `list_options`, unsorted.
@@ -276,34 +282,44 @@ def every_option(
     # Duplicates the loops of `list_options`. A shared list that is filtered afterwards would make
     # `list_options`, which a search calls hundreds of times, 1.8 times slower.
     virtual = tables.virtual_U[unit]
-    found = np.empty((64, 8))
+    options = np.empty((64, 8))
     count = 0
     for tensor in range(len(tables.tensor_T)):
-        offered = tables.seconds_UT[unit, tensor] < np.inf
-        for own in range(data if unit == setting.llm else 1, data + 1 if offered else 0):
-            group = own * tables.tensor_T[tensor]
-            if group > most or data % own:
+        has_costs = tables.seconds_UT[unit, tensor] < np.inf
+        for data_size in range(data if unit == setting.llm else 1, data + 1 if has_costs else 0):
+            group = data_size * tables.tensor_T[tensor]
+            if group > max_devices or data % data_size:
                 continue
-            samples = setting.microbatch_size * (data / own)
-            for pipeline in range(1, min(most // group, tables.layers_U[unit] // virtual) + 1):
-                depth = greatest_depth(
+            samples = setting.microbatch_size * (data / data_size)
+            for pipeline in range(
+                1, min(max_devices // group, tables.layers_U[unit] // virtual) + 1
+            ):
+                depth = max_depth(
                     tables,
                     unit,
-                    (tensor, own, pipeline),
+                    (tensor, data_size, pipeline),
                     samples,
                     setting.batch // data,
                     setting.memory_bytes,
                 )
-                if count == len(found):
-                    found = np.concatenate((found, np.empty_like(found)))
-                found[count, TENSOR : DEPTH + 1] = (tensor, own, pipeline, group * pipeline, depth)
-                found[count, STAGE_S:] = unit_seconds(tables, unit, tensor, own, pipeline, samples)
+                if count == len(options):
+                    options = np.concatenate((options, np.empty_like(options)))
+                options[count, TENSOR : DEPTH + 1] = (
+                    tensor,
+                    data_size,
+                    pipeline,
+                    group * pipeline,
+                    depth,
+                )
+                options[count, STAGE_S:] = unit_seconds(
+                    tables, unit, tensor, data_size, pipeline, samples
+                )
                 count += 1
-    return found[:count]
+    return options[:count]
 
 
-@compiled
-def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float64s]:
+@cached_njit
+def data_sizes(tables: UnitTables, setting: PlanSettings) -> tuple[Int64s, Float64s]:
     """Return the feasible data-parallel sizes of the LLM, each with a lower bound of the step time.
 
     Sizes are sorted by bound.
@@ -314,16 +330,18 @@ def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float6
     for data in range(1, min(setting.batch, setting.devices) + 1):
         if setting.batch % data:
             continue
-        own = list_options(tables, setting, data, setting.llm, np.inf, np.empty((0, 8)))
-        warmup_U, work_U, layer_s = least_times(tables, setting, data)
+        llm_options = list_options(tables, setting, data, setting.llm, np.inf, np.empty((0, 8)))
+        warmup_U, work_U, layer_s = lower_bound_times(tables, setting, data)
         warmup_s = warmup_U.sum() - warmup_U[setting.llm]
         work = work_U.sum() - work_U[setting.llm]
         bound = np.inf
-        for row in range(len(own)):
-            rest = max(setting.devices - own[row, DEVICES], 1)
-            slowest = max(own[row, STAGE_S], layer_s, work / rest)
+        for row in range(len(llm_options)):
+            remaining = max(setting.devices - llm_options[row, DEVICES], 1)
+            slowest = max(llm_options[row, STAGE_S], layer_s, work / remaining)
             steady_s = slowest * (setting.batch // data - 1)
-            bound = min(bound, warmup_s + own[row, WARMUP_S] + steady_s + own[row, SYNC_S])
+            bound = min(
+                bound, warmup_s + llm_options[row, WARMUP_S] + steady_s + llm_options[row, SYNC_S]
+            )
         if bound < np.inf:
             sizes[count], bounds[count] = data, bound
             count += 1
@@ -331,85 +349,87 @@ def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float6
     return sizes[order], bounds[order]
 
 
-@compiled
+@cached_njit
 def drop_dominated(options: Float64s) -> Float64s:
     """Return the options that no other option equals or beats in all relevant columns."""
-    kept = 0
-    for option in range(len(options)):
-        own = options[option]
+    count = 0
+    for row in range(len(options)):
+        option = options[row]
         dominated = False
-        for other in range(kept):
+        for other in range(count):
             better = options[other]
             dominated |= (
-                better[DEVICES] <= own[DEVICES]
-                and better[STAGE_S] <= own[STAGE_S]
-                and better[WARMUP_S] <= own[WARMUP_S]
-                and better[SYNC_S] <= own[SYNC_S]
-                and better[PIPELINE] <= own[PIPELINE]
-                and better[DEPTH] - better[PIPELINE] >= own[DEPTH] - own[PIPELINE]
+                better[DEVICES] <= option[DEVICES]
+                and better[STAGE_S] <= option[STAGE_S]
+                and better[WARMUP_S] <= option[WARMUP_S]
+                and better[SYNC_S] <= option[SYNC_S]
+                and better[PIPELINE] <= option[PIPELINE]
+                and better[DEPTH] - better[PIPELINE] >= option[DEPTH] - option[PIPELINE]
             )
         if not dominated:
-            options[kept] = own
-            kept += 1
-    return options[:kept].copy()
+            options[count] = option
+            count += 1
+    return options[:count].copy()
 
 
-class Others(NamedTuple):
+class NonLlmOptions(NamedTuple):
     """Options of the units other than the LLM, in the order in which they are chosen."""
 
-    behind_W: NDArray[np.bool_]
+    is_after_llm_W: NDArray[np.bool_]
     """Whether the unit of each position follows the LLM."""
-    begin_W: Int64s
-    """Offsets of the options of each position. Position w has options `begin_W[w]` to `begin_W[w +
-    1]`."""
+    offsets_W: Int64s
+    """Offsets of the options of each position. Position w has options `offsets_W[w]` to
+    `offsets_W[w + 1]`."""
     options: Float64s
-    devices_W: Float64s
+    min_devices_W: Float64s
     """Minimum number of devices of each position and all later positions together."""
-    work_W: Float64s
+    min_work_W: Float64s
     """Minimum device-seconds per microbatch of each position and all later positions together."""
-    warmup_s_W: Float64s
+    min_warmup_s_W: Float64s
 
 
-@compiled
-def list_others(
-    tables: UnitTables, setting: PlanSetting, data: int, limit_s: float, llm: Float64s
-) -> Others:
+@cached_njit
+def list_non_llm_options(
+    tables: UnitTables, setting: PlanSettings, data: int, limit_s: float, llm: Float64s
+) -> NonLlmOptions:
     """Return the options of all units other than the LLM.
 
     The result is empty if a unit has no option.
     """
     units = len(tables.layers_U)
-    behind = np.array([place < units - 1 - setting.llm for place in range(units - 1)], np.bool_)
-    begin = np.zeros(units, np.int64)
+    is_after_llm = np.array(
+        [position < units - 1 - setting.llm for position in range(units - 1)], np.bool_
+    )
+    offsets = np.zeros(units, np.int64)
     options = np.empty((0, 8))
     devices = np.zeros(units)
     work = np.zeros(units)
     warmup = np.zeros(units)
-    for place in range(units - 1):
-        unit = units - 1 - place if behind[place] else units - 2 - place
-        own = drop_dominated(list_options(tables, setting, data, unit, limit_s, llm))
-        if len(own) == 0:
-            return Others(behind, begin * 0, options[:0], devices, work, warmup)
-        options = np.concatenate((options, own))
-        begin[place + 1] = len(options)
-        devices[place] = own[:, DEVICES].min()
-        work[place] = (own[:, DEVICES] * own[:, STAGE_S]).min()
-        warmup[place] = own[:, WARMUP_S].min()
-    for place in range(units - 2, -1, -1):
-        devices[place] += devices[place + 1]
-        work[place] += work[place + 1]
-        warmup[place] += warmup[place + 1]
-    return Others(behind, begin, options, devices, work, warmup)
+    for position in range(units - 1):
+        unit = units - 1 - position if is_after_llm[position] else units - 2 - position
+        unit_options = drop_dominated(list_options(tables, setting, data, unit, limit_s, llm))
+        if len(unit_options) == 0:
+            return NonLlmOptions(is_after_llm, offsets * 0, options[:0], devices, work, warmup)
+        options = np.concatenate((options, unit_options))
+        offsets[position + 1] = len(options)
+        devices[position] = unit_options[:, DEVICES].min()
+        work[position] = (unit_options[:, DEVICES] * unit_options[:, STAGE_S]).min()
+        warmup[position] = unit_options[:, WARMUP_S].min()
+    for position in range(units - 2, -1, -1):
+        devices[position] += devices[position + 1]
+        work[position] += work[position + 1]
+        warmup[position] += warmup[position + 1]
+    return NonLlmOptions(is_after_llm, offsets, options, devices, work, warmup)
 
 
-@compiled
-def complete(
-    others: Others, llm: Float64s, devices: int, steady: int, limit_s: float
+@cached_njit
+def search_combinations(
+    non_llm: NonLlmOptions, llm: Float64s, devices: int, steady: int, limit_s: float
 ) -> tuple[float, Int64s]:
     """Return the best options of the other units for one option of the LLM.
 
     Args:
-        others: Options of the other units.
+        non_llm: Options of the other units.
         llm: Option of the LLM.
         devices: Number of available devices.
         steady: Number of microbatches minus 1.
@@ -418,56 +438,56 @@ def complete(
     Returns:
         The step time, or the limit if no combination is faster; the chosen option of each position.
     """
-    places = len(others.behind_W)
+    positions = len(non_llm.is_after_llm_W)
     best = limit_s
-    best_rows = np.zeros(places, np.int64)
-    if places == 0:
+    best_rows = np.zeros(positions, np.int64)
+    if positions == 0:
         return min(best, llm[WARMUP_S] + steady * llm[STAGE_S] + llm[SYNC_S]), best_rows
-    rows = np.zeros(places, np.int64)
-    row = others.begin_W[:-1].copy()
+    rows = np.zeros(positions, np.int64)
+    row = non_llm.offsets_W[:-1].copy()
     # Sums and maxima over the options that are chosen before each position. Pipeline ranks of the
     # LLM are added only for units before the LLM.
-    so_far = np.zeros((places + 1, 8))
-    so_far[0, DEVICES:] = llm[DEVICES:]
-    place = 0
-    while place >= 0:
-        if row[place] == others.begin_W[place + 1]:
-            place -= 1
+    totals_before = np.zeros((positions + 1, 8))
+    totals_before[0, DEVICES:] = llm[DEVICES:]
+    position = 0
+    while position >= 0:
+        if row[position] == non_llm.offsets_W[position + 1]:
+            position -= 1
             continue
-        own = others.options[row[place]]
-        chosen = so_far[place]
-        after = so_far[place + 1]
-        rows[place] = row[place]
-        row[place] += 1
-        after[DEVICES] = chosen[DEVICES] + own[DEVICES]
-        if after[DEVICES] + others.devices_W[place + 1] > devices:
-            place -= 1  # options are sorted by devices, so later options need even more
+        option = non_llm.options[row[position]]
+        totals = totals_before[position]
+        next_totals = totals_before[position + 1]
+        rows[position] = row[position]
+        row[position] += 1
+        next_totals[DEVICES] = totals[DEVICES] + option[DEVICES]
+        if next_totals[DEVICES] + non_llm.min_devices_W[position + 1] > devices:
+            position -= 1  # options are sorted by devices, so later options need even more
             continue
-        after[PIPELINE] = chosen[PIPELINE] + own[PIPELINE]
-        depth = after[PIPELINE] + (0 if others.behind_W[place] else llm[PIPELINE])
-        fits = depth <= own[DEPTH]
-        if others.behind_W[place]:
-            fits &= after[PIPELINE] + llm[PIPELINE] <= llm[DEPTH]
-        after[WARMUP_S] = chosen[WARMUP_S] + own[WARMUP_S]
-        after[STAGE_S] = max(chosen[STAGE_S], own[STAGE_S])
-        after[SYNC_S] = max(chosen[SYNC_S], own[SYNC_S])
-        rest = max(devices - after[DEVICES], 1)
-        slowest = max(after[STAGE_S], others.work_W[place + 1] / rest)
-        warmup_s = after[WARMUP_S] + others.warmup_s_W[place + 1]
-        bound = warmup_s + steady * slowest + after[SYNC_S]
+        next_totals[PIPELINE] = totals[PIPELINE] + option[PIPELINE]
+        depth = next_totals[PIPELINE] + (0 if non_llm.is_after_llm_W[position] else llm[PIPELINE])
+        fits = depth <= option[DEPTH]
+        if non_llm.is_after_llm_W[position]:
+            fits &= next_totals[PIPELINE] + llm[PIPELINE] <= llm[DEPTH]
+        next_totals[WARMUP_S] = totals[WARMUP_S] + option[WARMUP_S]
+        next_totals[STAGE_S] = max(totals[STAGE_S], option[STAGE_S])
+        next_totals[SYNC_S] = max(totals[SYNC_S], option[SYNC_S])
+        remaining = max(devices - next_totals[DEVICES], 1)
+        slowest = max(next_totals[STAGE_S], non_llm.min_work_W[position + 1] / remaining)
+        warmup_s = next_totals[WARMUP_S] + non_llm.min_warmup_s_W[position + 1]
+        bound = warmup_s + steady * slowest + next_totals[SYNC_S]
         if not fits or bound >= best:
             continue
-        if place == places - 1:
+        if position == positions - 1:
             best = bound
             best_rows[:] = rows
         else:
-            place += 1
-            row[place] = others.begin_W[place]
+            position += 1
+            row[position] = non_llm.offsets_W[position]
     return best, best_rows
 
 
-@compiled
-def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[Float64s, Int64s]:
+@cached_njit
+def fastest_plans(tables: UnitTables, setting: PlanSettings, keep: int) -> tuple[Float64s, Int64s]:
     """Return the fastest plans, at most one for each LLM option.
 
     Returns:
@@ -483,14 +503,16 @@ def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[
         if bounds[index] >= best[-1]:
             break
         steady = setting.batch // data - 1
-        trunks = list_options(tables, setting, data, setting.llm, best[-1], np.empty((0, 8)))
-        if len(trunks) == 0:
+        llm_options = list_options(tables, setting, data, setting.llm, best[-1], np.empty((0, 8)))
+        if len(llm_options) == 0:
             continue
-        others = list_others(tables, setting, data, best[-1], trunks)
-        if units > 1 and others.begin_W[-1] == 0:
+        non_llm = list_non_llm_options(tables, setting, data, best[-1], llm_options)
+        if units > 1 and non_llm.offsets_W[-1] == 0:
             continue
-        for trunk in trunks[np.argsort(trunks[:, WARMUP_S] + steady * trunks[:, STAGE_S])]:
-            seconds, rows = complete(others, trunk, setting.devices, steady, best[-1])
+        for llm in llm_options[
+            np.argsort(llm_options[:, WARMUP_S] + steady * llm_options[:, STAGE_S])
+        ]:
+            seconds, rows = search_combinations(non_llm, llm, setting.devices, steady, best[-1])
             if seconds >= best[-1]:
                 continue
             rank = np.searchsorted(best, seconds, side="right")
@@ -498,9 +520,9 @@ def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[
             plans[rank + 1 :] = plans[rank:-1].copy()
             best[rank] = seconds
             for column in range(3):
-                plans[rank, setting.llm, column] = int(trunk[column])
-                for place, row in enumerate(rows):
-                    behind = others.behind_W[place]
-                    unit = units - 1 - place if behind else units - 2 - place
-                    plans[rank, unit, column] = int(others.options[row, column])
+                plans[rank, setting.llm, column] = int(llm[column])
+                for position, row in enumerate(rows):
+                    is_after_llm = non_llm.is_after_llm_W[position]
+                    unit = units - 1 - position if is_after_llm else units - 2 - position
+                    plans[rank, unit, column] = int(non_llm.options[row, column])
     return best, plans

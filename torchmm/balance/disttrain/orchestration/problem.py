@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTables
+from torchmm.balance.disttrain.orchestration.tables import PlanSettings, UnitTables
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class UnitCosts:
         layers: Number of layers that can be assigned to different pipeline ranks.
         seconds: Forward pass and required backward pass of an average sample, with tensor-parallel
             communication.
-        unevenness: Standard deviation of the seconds of samples, as a fraction of the mean.
+        relative_std: Standard deviation of the seconds of samples, as a fraction of the mean.
         activation_bytes: Activations that an average sample saves for its backward pass.
-        surge_bytes: Additional activations of n samples in flight, divided by the square root of n.
-            They account for differences between samples. 0 for missing sizes.
-        peak_bytes: Activations of the largest sample, the limit per sample in flight. Unlimited for
-            missing sizes.
+        activation_margin_bytes: Additional activations of n samples in flight, divided by the
+            square root of n. They account for differences between samples. 0 for missing sizes.
+        max_activation_bytes: Activations of the largest sample, the limit per sample in flight.
+            Unlimited for missing sizes.
         workspace_bytes: Largest temporary buffer per sample. 0 for missing sizes.
         replica_bytes: Memory of every data-parallel rank: weights and gradients.
         sharded_bytes: Memory that is sharded over data-parallel ranks: optimizer state.
         transfer_s: Seconds to send the output of a sample to the next rank.
-        sync_s: Seconds to all-gather all weights and reduce all gradients over the link of one
+        grad_sync_s: Seconds to all-gather all weights and reduce all gradients over the link of one
             device.
         virtual_stages: Virtual stages per pipeline rank.
         has_backward: Whether activations are saved for a backward pass.
@@ -57,24 +57,33 @@ class UnitCosts:
     activation_bytes: Mapping[int, float]
     replica_bytes: float
     sharded_bytes: float
-    unevenness: float = 0.0
-    surge_bytes: Mapping[int, float] = field(default_factory=dict)
-    peak_bytes: Mapping[int, float] = field(default_factory=dict)
+    relative_std: float = 0.0
+    activation_margin_bytes: Mapping[int, float] = field(default_factory=dict)
+    max_activation_bytes: Mapping[int, float] = field(default_factory=dict)
     workspace_bytes: Mapping[int, float] = field(default_factory=dict)
     transfer_s: float = 0.0
-    sync_s: float = 0.0
+    grad_sync_s: float = 0.0
     virtual_stages: int = 1
     has_backward: bool = True
     flops: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = sorted(self.seconds)
-        kept = sorted(self.activation_bytes)
-        optional = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
-        if not sizes or sizes != kept or sizes[0] < 1 or not optional <= set(kept):
+        activation_sizes = sorted(self.activation_bytes)
+        optional = {
+            *self.workspace_bytes,
+            *self.activation_margin_bytes,
+            *self.max_activation_bytes,
+        }
+        if (
+            not sizes
+            or sizes != activation_sizes
+            or sizes[0] < 1
+            or not optional <= set(activation_sizes)
+        ):
             raise ValueError(
                 f"{self.name}: seconds have tensor-parallel degrees {sizes}, but "
-                f"activation_bytes {kept}; use the same degrees >= 1 for both"
+                f"activation_bytes {activation_sizes}; use the same degrees >= 1 for both"
             )
         if not 1 <= self.virtual_stages <= self.layers:
             raise ValueError(
@@ -82,9 +91,9 @@ class UnitCosts:
                 "layers; use 1 to the number of layers"
             )
         numbers = [*self.seconds.values(), *self.activation_bytes.values()]
-        numbers += [*self.workspace_bytes.values(), *self.surge_bytes.values()]
-        numbers += [*self.peak_bytes.values(), self.replica_bytes, self.sharded_bytes]
-        numbers += [self.transfer_s, self.sync_s, self.flops, self.unevenness]
+        numbers += [*self.workspace_bytes.values(), *self.activation_margin_bytes.values()]
+        numbers += [*self.max_activation_bytes.values(), self.replica_bytes, self.sharded_bytes]
+        numbers += [self.transfer_s, self.grad_sync_s, self.flops, self.relative_std]
         if not all(0 <= n < np.inf for n in numbers) or not min(self.seconds.values()) > 0:
             raise ValueError(
                 f"{self.name}: seconds must be finite and > 0, bytes and FLOPs finite and >= 0"
@@ -158,23 +167,23 @@ class OrchestrationProblem:
             tensor_T=np.array(tensor, np.int64),
             seconds_UT=by_size([u.seconds for u in units], np.inf),
             activation_bytes_UT=by_size([u.activation_bytes for u in units], np.inf),
-            unevenness_U=floats([u.unevenness for u in units]),
-            surge_bytes_UT=by_size([u.surge_bytes for u in units], 0.0),
-            peak_bytes_UT=by_size([u.peak_bytes for u in units], np.inf),
+            relative_std_U=floats([u.relative_std for u in units]),
+            activation_margin_bytes_UT=by_size([u.activation_margin_bytes for u in units], 0.0),
+            max_activation_bytes_UT=by_size([u.max_activation_bytes for u in units], np.inf),
             workspace_bytes_UT=by_size([u.workspace_bytes for u in units], 0.0),
             layers_U=np.array([u.layers for u in units], np.int64),
             virtual_U=np.array([u.virtual_stages for u in units], np.int64),
             replica_bytes_U=floats([u.replica_bytes for u in units]),
             sharded_bytes_U=floats([u.sharded_bytes for u in units]),
-            keeps_U=np.array([u.has_backward for u in units], np.bool_),
+            has_backward_U=np.array([u.has_backward for u in units], np.bool_),
             transfer_s_U=floats([u.transfer_s for u in units]),
-            sync_s_U=floats([u.sync_s for u in units]),
-            limit_U=np.array([limits.get(u.name, self.devices) for u in units], np.int64),
+            grad_sync_s_U=floats([u.grad_sync_s for u in units]),
+            max_devices_U=np.array([limits.get(u.name, self.devices) for u in units], np.int64),
         )
 
-    def setting(self) -> PlanSetting:
+    def setting(self) -> PlanSettings:
         """Return the properties that all plans share."""
-        return PlanSetting(
+        return PlanSettings(
             llm=self.llm,
             batch=self.global_batch_size // self.microbatch_size,
             microbatch_size=self.microbatch_size,

@@ -67,7 +67,7 @@ class UnitPlan:
         sizes: Parallelism degrees.
         stage_s: Seconds per microbatch on the slowest rank, forward and backward, with the reserve.
         warmup_s: Seconds of the first microbatch on all ranks, divided by the virtual stages.
-        sync_s: Seconds of weight all-gather and gradient reduction.
+        grad_sync_s: Seconds of weight all-gather and gradient reduction.
         used_bytes: Memory of the first rank.
     """
 
@@ -75,7 +75,7 @@ class UnitPlan:
     sizes: UnitSizes
     stage_s: float
     warmup_s: float
-    sync_s: float
+    grad_sync_s: float
     used_bytes: float
 
 
@@ -114,14 +114,14 @@ class OrchestrationPlan:
         return (self.microbatches - 1) * self.bottleneck.stage_s
 
     @property
-    def sync_s(self) -> float:
+    def grad_sync_s(self) -> float:
         """Time of weight all-gather and gradient reduction. Units run these concurrently."""
-        return max(unit.sync_s for unit in self.units)
+        return max(unit.grad_sync_s for unit in self.units)
 
     @property
     def step_s(self) -> float:
         """Step time."""
-        return self.warmup_s + self.steady_s + self.sync_s
+        return self.warmup_s + self.steady_s + self.grad_sync_s
 
 
 def orchestrate(
@@ -143,16 +143,18 @@ def orchestrate(
     tables = problem.tables(limits or {})
     seconds, sizes = fastest_plans(tables, problem.setting(), 1 + alternatives)
     plans = [
-        plan_with(problem, [UnitSizes(int(tables.tensor_T[t]), int(d), int(p)) for t, d, p in plan])
+        evaluate_sizes(
+            problem, [UnitSizes(int(tables.tensor_T[t]), int(d), int(p)) for t, d, p in plan]
+        )
         for plan, step_s in zip(sizes, seconds, strict=True)
         if step_s < np.inf
     ]
     if not plans:
-        raise ValueError(_why_nothing_fits(problem, tables))
+        raise ValueError(_memory_error_message(problem, tables))
     return plans
 
 
-def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> OrchestrationPlan:
+def evaluate_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> OrchestrationPlan:
     """Return the plan with the given parallelism degrees, even if it does not fit.
 
     Args:
@@ -172,7 +174,7 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
     for index, (unit, unit_sizes) in enumerate(zip(problem.units, sizes, strict=True)):
         tensor = int(np.flatnonzero(tables.tensor_T == unit_sizes.tensor)[0])
         samples = problem.microbatch_size * (data / unit_sizes.data)
-        stage_s, warmup_s, sync_s = unit_seconds(
+        stage_s, warmup_s, grad_sync_s = unit_seconds(
             tables, index, tensor, unit_sizes.data, unit_sizes.pipeline, samples
         )
         depth = sum(later.pipeline for later in sizes[index:])
@@ -181,7 +183,7 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
             tables, index, tensor, unit_sizes.data, unit_sizes.pipeline, samples, in_flight
         )
         fits &= used <= problem.memory_bytes
-        units.append(UnitPlan(unit.name, unit_sizes, stage_s, warmup_s, sync_s, used))
+        units.append(UnitPlan(unit.name, unit_sizes, stage_s, warmup_s, grad_sync_s, used))
     return OrchestrationPlan(tuple(units), microbatches, bool(fits))
 
 
@@ -214,7 +216,7 @@ def _check_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> N
         )
 
 
-def _why_nothing_fits(problem: OrchestrationProblem, tables: UnitTables) -> str:
+def _memory_error_message(problem: OrchestrationProblem, tables: UnitTables) -> str:
     """Return the error message with the minimum memory per unit if it uses the complete cluster."""
     texts = []
     for index, unit in enumerate(problem.units):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.compiled import Float64s, Int64s
+from torchmm.balance.numba_utils import Float64s, Int64s
 
 
 class UnitTables(NamedTuple):
@@ -16,24 +16,24 @@ class UnitTables(NamedTuple):
     tensor_T: Int64s
     seconds_UT: Float64s
     """Seconds per sample. Infinite if a unit has no costs for a tensor-parallel size."""
-    unevenness_U: Float64s
+    relative_std_U: Float64s
     activation_bytes_UT: Float64s
-    surge_bytes_UT: Float64s
-    peak_bytes_UT: Float64s
+    activation_margin_bytes_UT: Float64s
+    max_activation_bytes_UT: Float64s
     workspace_bytes_UT: Float64s
     layers_U: Int64s
     virtual_U: Int64s
     replica_bytes_U: Float64s
     sharded_bytes_U: Float64s
-    keeps_U: NDArray[np.bool_]
+    has_backward_U: NDArray[np.bool_]
     """Whether activations are saved for a backward pass."""
     transfer_s_U: Float64s
-    sync_s_U: Float64s
-    limit_U: Int64s
+    grad_sync_s_U: Float64s
+    max_devices_U: Int64s
     """Maximum number of devices of each unit."""
 
 
-class PlanSetting(NamedTuple):
+class PlanSettings(NamedTuple):
     """Properties that all plans share."""
 
     llm: int

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.model import ELEMENT_BYTES, CostModel
 from torchmm.balance.disttrain.orchestration.problem import UnitCosts
+from torchmm.balance.numba_utils import Float64s
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.devices import NETWORK
@@ -35,17 +35,17 @@ from torchmm.costs.layers import stage_parameters
 from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 
-KNOTS = 9
+MAX_KNOTS = 9
 """Maximum number of input sizes that are profiled."""
-MOST_ALIKE = 8
+MAX_PACKS_PER_KNOT = 8
 """Maximum number of profiled packs with the same input size."""
 TENSOR_SIZES = (1, 2, 4, 8)
-SURGE_DEVIATIONS = 4
+ACTIVATION_MARGIN_DEVIATIONS = 4
 MANY_NODES = 128
 """Number of nodes from which the bytes of a collective per rank are almost constant."""
 
 
-class Trial(NamedTuple):
+class ModuleCosts(NamedTuple):
     """Costs of a module for each of N packs, on one tensor-parallel rank."""
 
     seconds_N: Float64s
@@ -56,11 +56,11 @@ class Trial(NamedTuple):
     workspace_bytes_N: Float64s
 
 
-TrialRunner = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
+ModuleCostFunction = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], ModuleCosts]
 """Function from (module, tensor-parallel size, packs with input for the module) to costs."""
 
 
-def cost_model_run(
+def module_cost_function(
     profile: Profile,
     dtype: str,
     modules: Sequence[ModuleDescription],
@@ -69,7 +69,7 @@ def cost_model_run(
     async_tensor: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
     compiled: frozenset[str] = frozenset(),
-) -> TrialRunner:
+) -> ModuleCostFunction:
     """Return a runner that computes costs with a cost model.
 
     Args:
@@ -88,7 +88,7 @@ def cost_model_run(
     """
     CostModel(profile, dtype)
 
-    def run(module: ModuleDescription, tensor: int, packs: Sequence[MicrobatchMeta]) -> Trial:
+    def run(module: ModuleDescription, tensor: int, packs: Sequence[MicrobatchMeta]) -> ModuleCosts:
         execution = Execution(
             tensor=tensor,
             sequence_parallel=sequence_parallel,
@@ -99,10 +99,12 @@ def cost_model_run(
         model = CostModel(profile, dtype, {module.name: execution})
         sizes = pack_sizes(module, packs)[1]
         assert sizes is not None
-        arrives_N = np.array([gradients_arrive(modules, p)[module.name] for p in packs], bool)
-        costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
+        needs_input_grad_N = np.array(
+            [gradients_arrive(modules, p)[module.name] for p in packs], bool
+        )
+        costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
         backward_N = costs.backward.total_ms / 1e3
-        return Trial(
+        return ModuleCosts(
             costs.forward.total_ms / 1e3 + backward_N,
             backward_N,
             costs.saved_bytes,
@@ -131,7 +133,7 @@ def profile_units(
     packs: Sequence[MicrobatchMeta],
     profile: Profile,
     dtype: str,
-    run: TrialRunner,
+    run: ModuleCostFunction,
     tensor_sizes: Sequence[int] = TENSOR_SIZES,
     states: States = FLOAT32,
 ) -> tuple[UnitCosts, ...]:
@@ -173,16 +175,19 @@ def profile_units(
             layers,
             {n: float(seconds_N.mean()) for n, seconds_N in costs.seconds.items()},
             {n: float(kept_N.mean()) for n, kept_N in costs.saved_bytes.items()},
-            unevenness=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
+            relative_std=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
             replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
             sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
-            surge_bytes={
-                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in costs.saved_bytes.items()
+            activation_margin_bytes={
+                n: ACTIVATION_MARGIN_DEVIATIONS * float(kept_N.std())
+                for n, kept_N in costs.saved_bytes.items()
             },
-            peak_bytes={n: float(kept_N.max()) for n, kept_N in costs.saved_bytes.items()},
+            max_activation_bytes={
+                n: float(kept_N.max()) for n, kept_N in costs.saved_bytes.items()
+            },
             workspace_bytes=costs.workspace_bytes,
-            transfer_s=model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3,
-            sync_s=sync_ms / 1e3,
+            transfer_s=model.transfer_times_ms([sent_bytes], [NETWORK])[0] / 1e3,
+            grad_sync_s=sync_ms / 1e3,
             has_backward=costs.has_backward,
             flops=float(module_flops(modules, module, packs).mean()),
         )
@@ -204,7 +209,7 @@ class _PackCosts(NamedTuple):
 def _profile_module(
     module: ModuleDescription,
     packs: Sequence[MicrobatchMeta],
-    run: TrialRunner,
+    run: ModuleCostFunction,
     tensor_sizes: Sequence[int],
 ) -> _PackCosts:
     """Profile packs at quantiles of the input size, and interpolate the remaining packs.
@@ -212,19 +217,21 @@ def _profile_module(
     Raises:
         ValueError: No pack has input for the module.
     """
-    at, sizes = pack_sizes(module, packs)
+    indices_with_input, sizes = pack_sizes(module, packs)
     if sizes is None:
         raise ValueError(
             f"none of {len(packs)} sampled sequences contains data for {module.name!r}; use "
             "data with images for it, or remove it from the model"
         )
     rising = np.sort(sizes.units_N)
-    units_X = np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
-    chosen = [np.flatnonzero(sizes.units_N == units)[:MOST_ALIKE] for units in units_X]
-    profiled = [packs[at[i]] for indices in chosen for i in indices]
-    stops = np.cumsum([len(indices) for indices in chosen])[:-1]
+    units_X = np.unique(rising[np.linspace(0, len(rising) - 1, MAX_KNOTS).astype(int)])
+    knot_indices = [
+        np.flatnonzero(sizes.units_N == units)[:MAX_PACKS_PER_KNOT] for units in units_X
+    ]
+    profiled = [packs[indices_with_input[i]] for indices in knot_indices for i in indices]
+    stops = np.cumsum([len(indices) for indices in knot_indices])[:-1]
     units_N = np.zeros(len(packs))
-    units_N[at] = sizes.units_N
+    units_N[indices_with_input] = sizes.units_N
 
     def interpolate(values_N: Float64s) -> Float64s:
         means_X = [values.mean() for values in np.split(values_N, stops)]

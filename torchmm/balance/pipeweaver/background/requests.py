@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.pipeweaver.order_search.best_order import LEAST_GAIN
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
-from torchmm.balance.rates import ActionFit, ActionKind, RankKind
+from torchmm.balance.online_calibration import ActionKind, ActionTimeFit, RankKind
+from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
+from torchmm.balance.pipeweaver.schedule_search.step_search import MIN_GAIN
 from torchmm.balance.section import SearchConfig
-from torchmm.balance.transfer_times import Pair
+from torchmm.balance.transfer_times import RankPair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
@@ -61,19 +61,19 @@ class PlanningSetup:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimings:
     """Measured times of earlier steps. Empty before the first step.
 
     Attributes:
         rates: Milliseconds per FLOP by module and action type. Static schedules use factors on
             FLOPs instead.
         fits: Measured times of actions by module, action type and rank.
-        between_ms: Measured times of messages between two ranks.
+        rank_pair_ms: Measured times of messages between two ranks.
     """
 
     rates: Mapping[ActionKind, float] = field(default_factory=dict)
-    fits: Mapping[RankKind, ActionFit] = field(default_factory=dict)
-    between_ms: Mapping[Pair, float] = field(default_factory=dict)
+    fits: Mapping[RankKind, ActionTimeFit] = field(default_factory=dict)
+    rank_pair_ms: Mapping[RankPair, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class PlanRequest:
         microbatches: Sizes of the microbatches of this data-parallel rank.
         measured: Measured times to plan with.
         seconds: Time limit of the search. If None, only evaluations are limited.
-        least_gain: Minimum relative gain of a searched order over natural and static orders.
+        min_gain: Minimum relative gain of a searched order over default and static orders.
     """
 
     step: int
     microbatches: tuple[MicrobatchMeta, ...]
-    measured: Measured = field(default_factory=Measured)
+    measured: StepTimings = field(default_factory=StepTimings)
     seconds: float | None = None
-    least_gain: float = LEAST_GAIN
+    min_gain: float = MIN_GAIN
 
     @property
     def rates(self) -> Mapping[ActionKind, float]:
-        """Milliseconds per FLOP, as in `Measured.rates`."""
+        """Milliseconds per FLOP, as in `StepTimings.rates`."""
         return self.measured.rates
