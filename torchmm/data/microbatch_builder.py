@@ -321,14 +321,14 @@ def zero_corrupt_images(
         corrupt: Names of corrupt samples (`sample_name`).
     """
     read = dict.fromkeys(microbatch.rank_encoders, 0)  # images of the preceding samples
-    drawn = 0
+    end = 0
     for item, selected, generated in rank_images.samples:
         row = MicrobatchBuilder(reader)
         row.append_images(make_masked_sample(reader, item.meta), item.meta, selected, [])
-        first, drawn = drawn, drawn + sum(generated)
-        if drawn > first and sample_name(item.meta) in corrupt:
+        first, end = end, end + sum(generated)
+        if end > first and sample_name(item.meta) in corrupt:
             assert microbatch.rank_generator is not None
-            _zero_target_images(microbatch.rank_generator, range(first, drawn))
+            _zero_target_images(microbatch.rank_generator, range(first, end))
         for name, masked_inputs in row.encoder_inputs().items():
             images = range(read[name], read[name] + len(masked_inputs.grids_thw))
             read[name] = images.stop
@@ -347,7 +347,7 @@ def _overwrite_with_masked(
     item: Item,
     start: int,
     read: Mapping[str, int],
-    drawn: int,
+    first_target: int,
 ) -> None:
     """Overwrite a sample with a masked sample, except for noise and times of target images.
 
@@ -357,7 +357,7 @@ def _overwrite_with_masked(
         item: Planned sample.
         start: Index of the first token of the sample.
         read: Number of images of the preceding samples, by encoder.
-        drawn: Number of target images of the preceding samples.
+        first_target: Number of target images of the preceding samples.
     """
     meta = item.meta
     row = MicrobatchBuilder(reader)
@@ -380,8 +380,8 @@ def _overwrite_with_masked(
     if meta.generated:
         generator = microbatch.generator
         assert generator is not None
-        _zero_target_images(generator, range(drawn, drawn + len(meta.generated)))
-        offset = sum(generator.contexts[:drawn])
+        _zero_target_images(generator, range(first_target, first_target + len(meta.generated)))
+        offset = sum(generator.contexts[:first_target])
         for image in meta.generated:
             context = slice(offset, offset + image.context)
             generator.context_positions_K[context] = torch.arange(start, start + image.context)
@@ -403,12 +403,12 @@ def _zero_images(inputs: EncoderInputs, masked_inputs: EncoderInputs, images: ra
         inputs.tile_regions[images.start : images.stop] = masked_inputs.tile_regions
 
 
-def _zero_target_images(drawn: GeneratorInputs, images: range) -> None:
+def _zero_target_images(inputs: GeneratorInputs, images: range) -> None:
     """Zero the pixels of target images, and exclude these images from the loss."""
-    rows, _ = local_pixel_rows(drawn.pixel_rows, drawn.local_images, images)
-    drawn.patches_PV[rows] = 0
+    rows, _ = local_pixel_rows(inputs.pixel_rows, inputs.local_images, images)
+    inputs.patches_PV[rows] = 0
     for image in images:
-        drawn.in_loss[image] = False
+        inputs.in_loss[image] = False
 
 
 def _tensor(parts: list[np.ndarray]) -> Tensor:

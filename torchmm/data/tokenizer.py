@@ -68,9 +68,9 @@ def describe_untrained_tokens(
     names = sorted(new.keys() - placeholders, key=lambda token: new[token])
     if not names:
         return ""
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"{len(names)} new tokens would not be trained: {model.tokenizer_source} has {shown}, "
+        f"{len(names)} new tokens would not be trained: {model.tokenizer_source} has {listed}, "
         f"which are missing in the tokenizer of {source}, and the embeddings are frozen; "
         'remove "llm" from the modules of [freeze] and [adapters], or use tokens of the '
         "source"

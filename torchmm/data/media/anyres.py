@@ -53,14 +53,18 @@ class AnyResTiling(TilingScheme):
             positions = np.arange(all_tokens.tokens)
             return TileGrid((prefix, suffix), {}, (all_tokens,), (positions,), (all_tokens.tokens,))
         settings = {} if len(allowed) == len(resolutions) else {"image_grid_pinpoints": allowed}
-        tall, wide = grids[tuple(select_best_resolution((height_px, width_px), allowed))]
+        tile_rows, tile_columns = grids[
+            tuple(select_best_resolution((height_px, width_px), allowed))
+        ]
 
         # Find the tokens of all tiles without padding. Every line of tokens has an end.
         count: Any = LlavaNextProcessor._get_unpadded_features  # does not use `self`
-        tokens, lines = count(None, height_px, width_px, self.rows, self.rows, tall, wide)
+        tokens, lines = count(
+            None, height_px, width_px, self.rows, self.rows, tile_rows, tile_columns
+        )
         length = tokens // lines if lines else 0
-        top = (tall * self.rows - lines) // 2
-        left = (wide * self.rows - length) // 2
+        top = (tile_rows * self.rows - lines) // 2
+        left = (tile_columns * self.rows - length) // 2
         box = TileRegion(top, top + lines, left, left + length, lines)
 
         # Shrink the features of large images.
@@ -73,7 +77,7 @@ class AnyResTiling(TilingScheme):
 
         # Placeholders of all tiles follow the markers of the first tile. Offsets of later tiles are
         # relative to the markers of the tile, so they are negative.
-        kept, token_offsets = self._divide_tiles(box, tall, wide, rows, columns)
+        kept, token_offsets = self._divide_tiles(box, tile_rows, tile_columns, rows, columns)
         total = rows * (columns + 1)
         offsets = [each - (total if number else 0) for number, each in enumerate(token_offsets)]
         return TileGrid(
@@ -88,11 +92,11 @@ class AnyResTiling(TilingScheme):
         return super().pixels(image, grid, raw)[: grid.tiles]
 
     def _divide_tiles(
-        self, box: TileRegion, tall: int, wide: int, rows: int, columns: int
+        self, box: TileRegion, tile_rows: int, tile_columns: int, rows: int, columns: int
     ) -> tuple[list[TileRegion], list[np.ndarray]]:
         """Return the kept tokens of each tile, and their positions among all tokens."""
-        down = _axis_spans(box.top, box.bottom, rows, tall, self.rows)
-        right = _axis_spans(box.left, box.right, columns, wide, self.rows)
+        down = _axis_spans(box.top, box.bottom, rows, tile_rows, self.rows)
+        right = _axis_spans(box.left, box.right, columns, tile_columns, self.rows)
         sizes = [(box.bottom - box.top, rows), (box.right - box.left, columns)]
         kept, token_offsets = [], []
         for y in down:

@@ -90,11 +90,11 @@ class VideoFile:
             self._keys = [_timestamp(packet) for packet in packets if packet.is_keyframe]
             last = packets[-1].duration or 0
         self.frames = len(packets)
-        shown = self._times[-1] - self._times[0]
+        span = self._times[-1] - self._times[0]
         # If the duration of the last frame is unknown, use the mean of the preceding frames. The
         # fraction is exact, so that six frames at 3 fps last exactly 2 s.
-        last = last or Fraction(shown, max(1, self.frames - 1)) or 1
-        self.duration_s = float((shown + last) * self._unit_s)
+        last = last or Fraction(span, max(1, self.frames - 1)) or 1
+        self.duration_s = float((span + last) * self._unit_s)
         if not 0 < self.duration_s < MAX_DURATION_S:
             raise CorruptSampleError(f"video of {self.duration_s} seconds")
         self._selected_frames: set[int] = set()
@@ -236,8 +236,8 @@ def sample_frame_indices(
 
 
 def _timestamp(packet_or_frame: Any) -> Any:
-    shown = packet_or_frame.pts
-    return packet_or_frame.dts if shown is None else shown
+    time = packet_or_frame.pts
+    return packet_or_frame.dts if time is None else time
 
 
 class VideoPart(NamedTuple):
@@ -298,9 +298,9 @@ class VideoMedia:
         meta = replace(meta, duration_ms=_to_ms(video.duration_s / groups))
         return [
             self._part(
-                video, shown, meta, shown[0] == frame_indices[0], shown[-1] == frame_indices[-1]
+                video, group, meta, group[0] == frame_indices[0], group[-1] == frame_indices[-1]
             )
-            for shown in _split_groups(frame_indices, self._group)
+            for group in _split_groups(frame_indices, self._group)
         ]
 
     def count_dropped_frames(self, video: VideoFile) -> int:
@@ -318,12 +318,17 @@ class VideoMedia:
         return min(config.max_frames, max(1, config.max_pixels // frame_px))
 
     def _part(
-        self, video: VideoFile, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
+        self,
+        video: VideoFile,
+        frame_indices: Sequence[int],
+        meta: ImageMeta,
+        first: bool,
+        last: bool,
     ) -> VideoPart:
         """Return the input of a frame or a group of frames, with its time."""
         text = self._text
-        first_s = video.frame_time_s(shown[0])
-        mean_s = (first_s + video.frame_time_s(shown[-1])) / 2
+        first_s = video.frame_time_s(frame_indices[0])
+        mean_s = (first_s + video.frame_time_s(frame_indices[-1])) / 2
         written = text.clip.group if self._config.timestamps else "{frames}"
         before, after = (
             text_around.format(first_s=first_s, whole_s=int(first_s), mean_s=mean_s)
@@ -337,7 +342,7 @@ class VideoMedia:
             prefix = text.clip.prefix + prefix
         if last:
             suffix += text.clip.suffix
-        return VideoPart(before, (prefix, suffix), video.select(shown), meta)
+        return VideoPart(before, (prefix, suffix), video.select(frame_indices), meta)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the patch grid as (frames, rows, columns)."""

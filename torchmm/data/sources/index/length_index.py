@@ -168,8 +168,8 @@ class ShardSizes(NamedTuple):
             for w, h, patches, tokens, frames, e, *of_clip in rows
         )
         start, stop = self.drawn_starts_N1[offset : offset + 2].tolist()
-        drawn = self.drawn_D4[self.drawn_M[start:stop]].tolist()
-        generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
+        target_metas = self.drawn_D4[self.drawn_M[start:stop]].tolist()
+        generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in target_metas)
         encoder = encoders[0] if images and not several else None
         tokens = int(self.tokens_N[offset])
         return SampleMeta(source, first + offset, tokens, images, encoder, generated)

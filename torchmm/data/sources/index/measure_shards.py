@@ -86,7 +86,7 @@ def measure_shard(
     """
     tokens: list[int] = []
     images = _DistinctRows(8)
-    drawn = _DistinctRows(4)
+    target_images = _DistinctRows(4)
     reasons: dict[int, str] = {}
     filtered: dict[str, tuple[int, int, str]] = {}
     dropped: dict[str, tuple[int, int]] = {}
@@ -108,9 +108,9 @@ def measure_shard(
         images.add(
             [_image_row(image, reader.encoders) for image in sample.images] if sample else []
         )
-        drawn.add([(*g.grid_thw, g.context) for g in sample.generated] if sample else [])
+        target_images.add([(*g.grid_thw, g.context) for g in sample.generated] if sample else [])
         on_progress(offset + 1)
-    sizes = ShardSizes(np.array(tokens, "<u4"), *images.arrays(), *drawn.arrays())
+    sizes = ShardSizes(np.array(tokens, "<u4"), *images.arrays(), *target_images.arrays())
     data, arrays = serialize_sizes(sizes)
     usable = [count for count in tokens if count]
     shard = Shard(

@@ -90,18 +90,18 @@ def _find_differences(
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
-    theirs: ProducerDataInfo,
+    producer_info: ProducerDataInfo,
 ) -> list[str]:
     """Return the settings of a producer that differ from this run, without reading data."""
     configs = data.validation if validation else data.sources
-    contents = {source["name"]: source["content"] for source in theirs.identity["sources"]}
+    contents = {source["name"]: source["content"] for source in producer_info.identity["sources"]}
     named = zip(unique_names(configs), configs, strict=True)
     sources = [(name, config, contents.get(name, "missing")) for name, config in named]
     settings = run_settings(data, training.sequence_length, reader, tokenizer)
     ours = identity(data, training, reader, settings, sources)
     batch = "training.global_batch_size"
     return changes(
-        _key_by_name(theirs.identity) | {batch: theirs.global_batch_size},
+        _key_by_name(producer_info.identity) | {batch: producer_info.global_batch_size},
         _key_by_name(ours) | {batch: training.global_batch_size},
     )
 

@@ -103,16 +103,16 @@ class PlanService:
     def answer(self, kind: str, body: bytes) -> bytes:
         """Return the response to a request. Raise ValueError for invalid requests."""
         try:
-            asked = json.loads(body)
-            held_out = asked["held_out"]
+            request = json.loads(body)
+            held_out = request["held_out"]
             if held_out not in self._samples:
                 raise ValueError("its recipe has no validation data")
             if kind == "describe":
                 return json.dumps(self._describe(held_out)._asdict()).encode()
             if kind == "plan":
-                return json.dumps(self._plan(held_out, asked)).encode()
+                return json.dumps(self._plan(held_out, request)).encode()
             if kind in ("pictures", "references"):
-                return json.dumps(self._encode_preview(kind, held_out, asked)).encode()
+                return json.dumps(self._encode_preview(kind, held_out, request)).encode()
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"invalid request ({type(error).__name__}: {error})") from error
         raise ValueError(f"cannot {kind[:20]!r}")
@@ -129,12 +129,12 @@ class PlanService:
         )
 
     def _plan(self, held_out: bool, values: Mapping[str, Any]) -> dict[str, Any]:
-        asked = StepRequest(**{key: values[key] for key in StepRequest._fields})
+        step_request = StepRequest(**{key: values[key] for key in StepRequest._fields})
         count = self._training.global_batch_size
-        if asked.packs is not None and not set(asked.packs) <= set(range(count)):
+        if step_request.packs is not None and not set(step_request.packs) <= set(range(count)):
             raise ValueError(f"a step has {count} packed sequences")
         try:
-            part = self._steps[held_out].part(asked)
+            part = self._steps[held_out].part(step_request)
         except UnknownStateError:
             return UNKNOWN_STATE
         except (CheckpointError, DataError) as error:
@@ -145,9 +145,9 @@ class PlanService:
         packed = [(number, list(map(_encode_item, pack))) for number, pack in part.packs.items()]
         return part._asdict() | {"packs": packed}
 
-    def _encode_preview(self, kind: str, held_out: bool, asked: Mapping[str, Any]) -> list[str]:
-        feed = int(asked["feed"])
-        index = int(asked["index"])
+    def _encode_preview(self, kind: str, held_out: bool, request: Mapping[str, Any]) -> list[str]:
+        feed = int(request["feed"])
+        index = int(request["index"])
         source = self._samples[held_out].sources[feed : feed + 1]
         if (
             feed < 0
@@ -198,9 +198,11 @@ class PlanClient:
         self.described = ProducerClient(config, None).call(0, find)
         self._client = ProducerClient(config, self.described.listed)
 
-    def part(self, asked: StepRequest) -> StepPart | None:
+    def part(self, step_request: StepRequest) -> StepPart | None:
         """Return a part of a step, see `StepPlanServer.part`."""
-        response = self._call("plan", asked._asdict(), partial(self._read_part, asked))
+        response = self._call(
+            "plan", step_request._asdict(), partial(self._read_part, step_request)
+        )
         if isinstance(response, Exception):
             raise response
         return response
@@ -237,7 +239,7 @@ class PlanClient:
         return data_info
 
     def _read_part(
-        self, asked: StepRequest, values: Mapping[str, Any]
+        self, step_request: StepRequest, values: Mapping[str, Any]
     ) -> StepPart | Exception | None:
         """Return a part of a step. Raise ValueError if it is not the requested part."""
         if values == END:
@@ -251,7 +253,7 @@ class PlanClient:
         packs = {
             _check_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]
         }
-        if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
+        if sorted(packs) != sorted(every if step_request.packs is None else step_request.packs):
             raise ValueError(
                 f"packed sequences {escape_text(str(sorted(packs)), 200)} were not requested"
             )
@@ -363,8 +365,8 @@ def _encode_item(item: Item) -> list[Any]:
          i.frame_pixels]
         for i in meta.images
     ]  # fmt: skip
-    drawn = [[list(each.grid_thw), each.context] for each in meta.generated]
-    return [item.feed, item.epoch, meta.index, meta.tokens, images, meta.encoder, drawn]
+    target_metas = [[list(each.grid_thw), each.context] for each in meta.generated]
+    return [item.feed, item.epoch, meta.index, meta.tokens, images, meta.encoder, target_metas]
 
 
 def _decode_item(
@@ -375,7 +377,7 @@ def _decode_item(
     tokens: int,
     images: list[list[Any]],
     encoder: str | None,
-    drawn: list[list[Any]],
+    target_metas: list[list[Any]],
 ) -> Item:
     for key, value in (("epoch", epoch), ("index", index), ("tokens", tokens)):
         _check_integer(key, value)
@@ -385,7 +387,7 @@ def _decode_item(
             (_check_integer("frames", t), _check_integer("rows", h), _check_integer("columns", w)),
             _check_integer("context", context),
         )
-        for (t, h, w), context in drawn
+        for (t, h, w), context in target_metas
     )
     own = tuple(ImageMeta(*image) for image in images)
     for image in own:

@@ -141,9 +141,9 @@ def step_messages(step: DecodedStep) -> list[TensorMessage]:
         messages.append(
             TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K})
         )
-    if (drawn := microbatch.generator) is not None:
-        values = {"part": GENERATOR} | {key: getattr(drawn, key) for key in GENERATOR_LISTS}
-        tensors = {"pixels": drawn.patches_PV, "places": drawn.context_positions_K}
+    if (generator := microbatch.generator) is not None:
+        values = {"part": GENERATOR} | {key: getattr(generator, key) for key in GENERATOR_LISTS}
+        tensors = {"pixels": generator.patches_PV, "places": generator.context_positions_K}
         messages.append(TensorMessage(values, tensors))
     return messages
 
