@@ -139,41 +139,39 @@ def received_images(
 def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
     """Check that balanced batches of all ranks have the samples and images of default batches."""
     for rank, (ours, theirs) in enumerate(zip(balanced, plain, strict=True)):
-        for number, (own, whole) in enumerate(
+        for number, (own, full) in enumerate(
             zip(ours.microbatches, theirs.microbatches, strict=True)
         ):
             for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
-                assert torch.equal(getattr(own, key), getattr(whole, key)), key
-            assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
-            assert own.generated_count == whole.generated_count
+                assert torch.equal(getattr(own, key), getattr(full, key)), key
+            assert own.meta == full.meta and own.cu_seqlens == full.cu_seqlens
+            assert own.generated_count == full.generated_count
             row = slice_balanced_microbatch(own, len(balanced), {"vision": 1})
-            order = sorted(
-                range(len(own.image_owners["vision"])), key=own.image_owners["vision"].__getitem__
-            )
-            wanted = values_per_image(whole.encoders.get("vision"))
+            order = sorted(range(len(own.image_owners["vision"])), key=own.image_owners["vision"].__getitem__)
+            expected = values_per_image(full.encoders.get("vision"))
             received = received_images(balanced, number, rank)
-            assert len(received) == len(wanted) == len(order)
+            assert len(received) == len(expected) == len(order)
             for image, place in zip(received, order, strict=True):
-                assert torch.equal(image, wanted[place])
+                assert torch.equal(image, expected[place])
             owners = own.image_owners["generator"]
-            drawn = values_per_image(whole.generator)
-            wanted = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
+            drawn = values_per_image(full.generator)
+            expected = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
             received = received_images(balanced, number, rank, "generator")
-            assert len(received) == len(wanted)
-            assert all(torch.equal(*pair) for pair in zip(received, wanted, strict=True))
-            contexts = [image.context for image in whole.meta.generated]
+            assert len(received) == len(expected)
+            assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
+            contexts = [image.context for image in full.meta.generated]
             assert sum(row.row.contexts.sent) == len(row.row.contexts.rows_K) == sum(contexts)
             assert sum(row.row.contexts.received) == sum(
                 image.context for image in own.task_meta.generated
             )
-            if whole.generator is not None:
+            if full.generator is not None:
                 assert torch.equal(
                     row.for_llm().generator.context_positions_K,
-                    whole.generator.context_positions_K,
+                    full.generator.context_positions_K,
                 )
-            tokens = [image.tokens for image in whole.meta.images_of_encoder("vision")]
-            if whole.encoders:
-                places = whole.encoders["vision"].positions_K.split(tokens)
+            tokens = [image.tokens for image in full.meta.images_of_encoder("vision")]
+            if full.encoders:
+                places = full.encoders["vision"].positions_K.split(tokens)
                 arrived = torch.cat([places[image] for image in order])
                 assert torch.equal(row.for_llm().encoders["vision"].positions_K, arrived)
             assert sum(row.row.routes["vision"].received) == sum(tokens)
@@ -241,9 +239,9 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
     loaders = [make(r, **options) for r in range(RANKS)]
     balanced = [batches_of(loader)[0] for loader in loaders]
-    torn = {name: why for batch in balanced for name, why in batch.corrupt.items()}
-    assert torn
-    settled = [loader.mask_corrupt(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
+    corrupt = {name: why for batch in balanced for name, why in batch.corrupt.items()}
+    assert corrupt
+    settled = [loader.mask_corrupt(b, corrupt) for loader, b in zip(loaders, balanced, strict=True)]
     assert_same_work(settled, plain)
     for ours, theirs in zip(settled, plain, strict=True):
         assert sorted(ours.skipped) == sorted(theirs.skipped)
@@ -322,10 +320,10 @@ def test_image_sizes_of_steps_match_samples():
 
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
-    [whole] = batches_of(make(1))
+    [full] = batches_of(make(1))
     shares = [{module: RankShare(p, 2) for module in ALTERNATE.names} for p in range(2)]
     parts = [batches_of(make(1, reads=DecodeAssignment(share)))[0] for share in shares]
-    for number, microbatch in enumerate(whole.microbatches):
+    for number, microbatch in enumerate(full.microbatches):
         for module in ALTERNATE.names:
             inputs = [read_of(part.microbatches[number], module) for part in parts]
             held = [image for each in inputs if each is not None for image in each.local_images]
@@ -348,9 +346,9 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(background_steps, "TIMEOUT_S", 300.0)
-    received, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
+    received, expected = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
     assert "reordering a step takes" in caplog.text
-    for ours, theirs in zip(received, wanted, strict=True):
+    for ours, theirs in zip(received, expected, strict=True):
         assert ours.rank_images == theirs.rank_images and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance
         assert set(ours.imbalance) == {"image_imbalance", "image_imbalance_before"}

@@ -120,8 +120,8 @@ def test_changed_data_is_rejected_unless_accepted(site, name, caplog):
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(state, accept=True, **options), 12)
     assert "allow_data_change" in caplog.text
-    seen = names(batches)
-    assert {n for n, _ in seen} == {"shown", "captions"}
+    observed = names(batches)
+    assert {n for n, _ in observed} == {"shown", "captions"}
     again = take(site.loader(batches[4].state, **options), 3)
     assert names(again) == names(batches[5:8])
 

@@ -243,15 +243,15 @@ def test_epoch_counts_trained_samples(make, tmp_path, streaming):
 def test_chain_state_is_state_of_last_batch(make, workers, prefetch):
     expected = take(make(), 6)
     loader = make(workers=workers, prefetch=prefetch)
-    for batch, wanted in zip(take(loader, 3), expected, strict=False):
-        assert content(batch) == content(wanted) and batch.state == wanted.state
+    for batch, reference in zip(take(loader, 3), expected, strict=False):
+        assert content(batch) == content(reference) and batch.state == reference.state
     assert len(take(loader, 2)) == 2  # The chain still has steps of the unfinished pass.
     steps = loader._steps
     steps.reset(steps.state_dict())
-    for wanted in expected[2:]:
+    for reference in expected[2:]:
         plan, decoded = next(steps)
-        assert [m.meta for m in decoded.microbatches] == [m.meta for m in wanted.microbatches]
-        assert plan.state == steps.state_dict() == wanted.state
+        assert [m.meta for m in decoded.microbatches] == [m.meta for m in reference.microbatches]
+        assert plan.state == steps.state_dict() == reference.state
         assert repr(plan.state) in repr(steps._chain.state_dict())  # Nested, by node.
 
 

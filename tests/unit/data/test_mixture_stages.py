@@ -88,12 +88,12 @@ def test_mixture_stages_change_and_resume_exactly(make, streaming):
 
 
 def test_mixture_stages_are_independent_of_ranks(make):
-    alone = take(make(stages=STAGES), 9)
+    single = take(make(stages=STAGES), 9)
     pairs = [take(make(stages=STAGES, ranks=(rank, 2)), 9) for rank in (0, 1)]
-    assert [names(b) for b in alone] == [names(x) + names(y) for x, y in zip(*pairs, strict=True)]
-    resumed = [take(make(alone[4].state, stages=STAGES, ranks=(rank, 2)), 4) for rank in (0, 1)]
+    assert [names(b) for b in single] == [names(x) + names(y) for x, y in zip(*pairs, strict=True)]
+    resumed = [take(make(single[4].state, stages=STAGES, ranks=(rank, 2)), 4) for rank in (0, 1)]
     assert [names(x) + names(y) for x, y in zip(*resumed, strict=True)] == list(
-        map(names, alone[5:])
+        map(names, single[5:])
     )
 
 

@@ -65,11 +65,11 @@ def test_packer_matches_reference(max_open, max_tiles):
             reference.add(i, int(tokens[i]), int(tiles[i]), time)
         packs = np.append(packs, taken)
         chosen, starts = group_by_sequence(packs, np.array(packer.open))
-        found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-        assert found == [p["names"] for p in reference.open]
+        actual = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+        assert actual == [p["names"] for p in reference.open]
     chosen, starts = group_by_sequence(packs, np.array(packer.closed))
-    found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-    assert found == reference.closed
+    actual = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+    assert actual == reference.closed
 
 
 def test_packer_stops_after_requested_packs():

@@ -66,8 +66,8 @@ def noise(frames: int, width: int, height: int) -> Tensor:
 
 def test_sampled_frames_match_reference() -> None:
     for frames, rate in RATES:
-        found = sample_frame_indices(frames, frames / rate, CONFIG, group=2)
-        assert found == reference_frames(frames, rate)
+        actual = sample_frame_indices(frames, frames / rate, CONFIG, group=2)
+        assert actual == reference_frames(frames, rate)
 
 
 @pytest.mark.parametrize("shape", [*UNCHANGED, *RESIZED], ids=str)
@@ -79,12 +79,12 @@ def test_video_patches_match_reference(shape: tuple[int, int, int]) -> None:
     frames = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
     medium = VideoMedia(preprocessor, CONFIG, TextSpec(64, 63))
     stored = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
-    found = to_model_inputs(stored, medium.byte_values)
+    actual = to_model_inputs(stored, medium.byte_values)
     expected = reference_patches(x_FCHW).numpy()
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     # Pillow and torch round differently when they resize, by at most 1 of 256 values.
     tolerance = 1.001 / 255 / min(OPENAI_CLIP_STD) if shape in RESIZED else 1e-5
-    assert np.abs(found - expected).max() <= tolerance
+    assert np.abs(actual - expected).max() <= tolerance
 
 
 def test_reference_matches_hugging_face() -> None:

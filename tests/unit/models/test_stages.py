@@ -144,9 +144,9 @@ def test_stages_match_full_model(name: str, cut_name: str) -> None:
 
     count = 1 + max(rank for of_module in stages.values() for _, _, rank in of_module)
     ranks = [split_model(CONFIGS[name], stages, rank) for rank in range(count)]
-    found = run(ranks, stages, batch)
-    assert relative_error(found, loss) < 1e-5
-    found.backward()
+    actual = run(ranks, stages, batch)
+    assert relative_error(actual, loss) < 1e-5
+    actual.backward()
     grads: dict[str, Tensor] = {}
     for model in ranks:
         copies = model.tied_replicas()

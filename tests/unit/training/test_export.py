@@ -84,8 +84,8 @@ def tokenizer(real_data):
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(directory)): p for p in directory.rglob("*") if p.is_file()}
-    return {name: path.read_bytes() for name, path in found.items()}
+    results = {str(p.relative_to(directory)): p for p in directory.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in results.items()}
 
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
@@ -199,8 +199,8 @@ def test_merged_adapter_with_overflow_raises(saved, tmp_path):
 def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
     _, checkpoint = saved(ModelConfig(llm=LlmConfig(config=LLMS["glm4_moe"])))
     export_checkpoint(checkpoint, tmp_path / "ours", dtype=dtype)
-    found = load_file(tmp_path / "ours/model.safetensors")
-    dtypes = {name: value.dtype for name, value in found.items()}
+    actual = load_file(tmp_path / "ours/model.safetensors")
+    dtypes = {name: value.dtype for name, value in actual.items()}
     wide = {name for name in dtypes if "e_score_correction_bias" in name}
     assert wide and {dtypes[name] for name in wide} == {torch.float32}
     assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
@@ -519,9 +519,9 @@ def test_experts_are_split_layer_by_layer(saved, tmp_path):
         layers.append(sum(value.nbytes for value in values))
         return [value.clone() for value in values]
 
-    found = split_stacked_experts(hf, dict(hf.state_dict()), keep)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = split_stacked_experts(hf, dict(hf.state_dict()), keep)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     stacked = [p for name, p in hf.named_parameters() if name.endswith("experts.down_proj")]
     assert len(layers) == len(stacked) == 2 and all(p.is_meta for p in stacked)
     expert_bytes = sum(v.nbytes for name, v in expected.items() if ".experts." in name)

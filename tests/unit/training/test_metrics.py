@@ -322,8 +322,8 @@ def test_resumed_run_continues_wandb_run(tmp_path, unreachable_wandb):
         identities.append((tmp_path / "wandb_run_id").read_text().strip())
     first, resumed, fresh = identities
     assert first == resumed != fresh
-    found = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
-    assert {f"run-{first}", f"run-{fresh}"} <= set(found)
+    actual = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert {f"run-{first}", f"run-{fresh}"} <= set(actual)
 
 
 def test_late_scores_belong_to_last_step(tmp_path, monkeypatch):

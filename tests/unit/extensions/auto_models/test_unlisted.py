@@ -161,9 +161,9 @@ def test_survey_of_causal_lms_matches_documentation() -> None:
     wrong = {}
     for name, outcome in outcomes.items():
         if outcome.proof:
-            found, counted = flops_of(name, outcome.proof.family)
-            if abs(found / counted - 1) > 0.01:
-                wrong[name] = found / counted
+            actual, counted = flops_of(name, outcome.proof.family)
+            if abs(actual / counted - 1) > 0.01:
+                wrong[name] = actual / counted
     # docs/reference/models.md explains these exceptions.
     fractions = {name: round(share, 2) for name, share in wrong.items()}
     assert fractions == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}

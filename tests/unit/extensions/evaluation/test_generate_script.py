@@ -59,10 +59,10 @@ def _export(directory: Path, tokenizer: Path, connector: str = "mlp", **changes:
 
 
 def _write_images(folder: Path) -> list[Path]:
-    pictures = [folder / "red.png", folder / "blue.jpg"]
-    for picture in pictures:
-        Image.new("RGB", (40, 30), picture.stem).save(picture)
-    return pictures
+    images = [folder / "red.png", folder / "blue.jpg"]
+    for image in images:
+        Image.new("RGB", (40, 30), image.stem).save(image)
+    return images
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
@@ -126,13 +126,13 @@ def test_prompts_apply_to_each_file_or_all_files(run: Run, tmp_path: Path) -> No
     images = _write_images(tmp_path)
     arguments = ["--prompt", "a", "--prompt", "the color", *SAMPLED, "--json"]
     each = [json.loads(line) for line in run(*images, *arguments)]
-    assert [found["asked"] for found in each] == [
+    assert [actual["asked"] for actual in each] == [
         f"{p} {w}" for p in images for w in arguments[1:4:2]
     ]
     one = run(images[1], *arguments, "--batch-size", 1)
     assert len(one) == 2
     joint = [json.loads(line) for line in run(*images, *arguments, "--all-files")]
-    assert [found["asked"] for found in joint] == [
+    assert [actual["asked"] for actual in joint] == [
         f"{images[0]} {images[1]} {w}" for w in arguments[1:4:2]
     ]
 
