@@ -173,7 +173,7 @@ def test_document_preserves_order_of_text_images_audio(make, tmp_path, text_spec
     order = ["text", "audio", "text", "image", "audio", "text"]
     values = {"text": caption(1), "image": "a.png", "audio": "b.wav"}
     record = {
-        f"{kind}s": [value if here == kind else None for here in order]
+        f"{kind}s": [value if part == kind else None for part in order]
         for kind, value in values.items()
     }
     path = write_jsonl(tmp_path / "triples.jsonl", [record] * 8)

@@ -92,11 +92,11 @@ def test_video_text_matches_hugging_face_processor(
     name: str, frames: int, first_sample, tokenizer
 ) -> None:
     sample = first_sample(build(tiny(name)), frames)
-    shown = sample_frame_indices(frames, frames / RATE, VIDEO, group=2)
+    frame_indices = sample_frame_indices(frames, frames / RATE, VIDEO, group=2)
     ((_, rows, columns), *remaining) = sample.encoders["vision"].grids_thw
-    assert 2 * (1 + len(remaining)) == len(shown) > 2
+    assert 2 * (1 + len(remaining)) == len(frame_indices) > 2
     expected: list[int] = []
-    text = text_of_processor(name, shown, rows, columns)
+    text = text_of_processor(name, frame_indices, rows, columns)
     for part in filter(None, re.split(r"(<\|\w+\|>|\[I\])", text)):
         is_marker = part in MARKERS
         expected += (

@@ -183,9 +183,11 @@ def test_loader_without_encoders_is_text_only(make, text_spec):
 def test_two_epochs_have_each_sample_twice(make, tmp_path):
     source = SourceConfig(path=str(tmp_path / "captions"), name="c")
     loader = make(sources=[source], global_batch_size=1, packing_buffer_size=1)
-    drawn = [s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples]
-    assert len(drawn) > 46
-    counts = np.bincount(drawn[:46], minlength=23)
+    sample_indices = [
+        s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples
+    ]
+    assert len(sample_indices) > 46
+    counts = np.bincount(sample_indices[:46], minlength=23)
     # A single open pack preserves the order of the stream, so two epochs are the first 46 samples.
     assert (counts == 2).all()
 

@@ -64,8 +64,8 @@ def sources(batch):
 
 def test_epochs_limit_use_of_sources(make):
     batches = take(make(a={"epochs": 3.0}, b={"epochs": 0.5}), 10)
-    drawn = [name for batch in batches for name in names(batch)][:50]
-    counts = Counter(drawn)
+    samples = [name for batch in batches for name in names(batch)][:50]
+    counts = Counter(samples)
     of_a = [counts["a", i] for i in range(10)]
     of_b = [counts["b", i] for i in range(40)]
     # 30 samples of 10 and 20 of 40. Packing changes the order slightly.

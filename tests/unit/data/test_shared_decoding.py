@@ -40,9 +40,9 @@ def make(tmp_path, tokenizer, text_spec):
         {"images": [f"{n}.png", None, f"{n + 1}.png", None], "texts": [None, "one", None, "two"]}
         for n in range(10, 16, 2)
     ]
-    drawn = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
+    target_images = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
     read = write_jsonl(tmp_path / "a.jsonl", captions + documents)
-    write = write_jsonl(tmp_path / "b.jsonl", drawn)
+    write = write_jsonl(tmp_path / "b.jsonl", target_images)
     sources = [
         SourceConfig(path=str(read), name="a"),
         SourceConfig(path=str(write), name="b", target_image_column="image"),
@@ -78,28 +78,28 @@ def truncate_images(tmp_path) -> None:
         file.write_bytes(file.read_bytes()[:-700])
 
 
-def assert_equal(results: Microbatch, expected: Microbatch) -> None:
+def assert_equal(actual: Microbatch, expected: Microbatch) -> None:
     """Check that two microbatches are equal, except for pixels that were not decoded."""
     for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
-        assert torch.equal(getattr(results, key), getattr(expected, key)), key
-    assert results.cu_seqlens == expected.cu_seqlens and results.meta == expected.meta
-    assert results.encoders.keys() == expected.encoders.keys()
+        assert torch.equal(getattr(actual, key), getattr(expected, key)), key
+    assert actual.cu_seqlens == expected.cu_seqlens and actual.meta == expected.meta
+    assert actual.encoders.keys() == expected.encoders.keys()
     for name, full in expected.encoders.items():
-        own = results.encoders[name]
-        assert torch.equal(own.positions_K, full.positions_K)
-        assert (own.grids_thw, own.tile_regions) == (full.grids_thw, full.tile_regions)
-        images = range(len(full.grids_thw)) if own.local_images is None else own.local_images
-        assert torch.equal(own.pixels, pixels_of(full, images))
+        encoder_inputs = actual.encoders[name]
+        assert torch.equal(encoder_inputs.positions_K, full.positions_K)
+        assert (encoder_inputs.grids_thw, encoder_inputs.tile_regions) == (full.grids_thw, full.tile_regions)
+        images = range(len(full.grids_thw)) if encoder_inputs.local_images is None else encoder_inputs.local_images
+        assert torch.equal(encoder_inputs.pixels, pixels_of(full, images))
     if expected.generator is not None:
-        assert results.generator is not None
+        assert actual.generator is not None
         for key in ("times", "grids_thw", "contexts", "counted"):
-            assert getattr(results.generator, key) == getattr(expected.generator, key), key
-        places = results.generator.context_positions_K
+            assert getattr(actual.generator, key) == getattr(expected.generator, key), key
+        places = actual.generator.context_positions_K
         assert torch.equal(places, expected.generator.context_positions_K)
-        local_images = results.generator.local_images
-        for image in range(len(results.generator.grids_thw)) if local_images is None else local_images:
+        local_images = actual.generator.local_images
+        for image in range(len(actual.generator.grids_thw)) if local_images is None else local_images:
             one = range(image, image + 1)
-            ours, theirs = results.generator.select(one), expected.generator.select(one)
+            ours, theirs = actual.generator.select(one), expected.generator.select(one)
             assert torch.equal(ours.patches_PV, theirs.patches_PV)
             assert torch.equal(ours.noise_PV, theirs.noise_PV)
 
@@ -136,9 +136,9 @@ def test_ranks_without_pixels_open_no_files(make, tmp_path):
         file.unlink()
     actual = first(make(NOTHING))
     assert not actual.corrupt and actual.decoded_media == 0
-    for own, expected in zip(actual.microbatches, full.microbatches, strict=True):
-        assert_equal(own, expected)
-        assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)
+    for actual_microbatch, expected in zip(actual.microbatches, full.microbatches, strict=True):
+        assert_equal(actual_microbatch, expected)
+        assert actual_microbatch.encoders["vision"].pixels.shape == (0, 3, 16, 16)
     assert 0 < actual.read_bytes < full.read_bytes
     assert len(first(make(HALVES[0])).corrupt) > 0, "the files still exist"
 
@@ -179,10 +179,10 @@ def test_all_ranks_blank_the_same_sample(make, tmp_path, spec, positions):
             assert_equal(actual, expected)
     counts = [sum(m.target_count for m in b.microbatches) for b in (clean, settled[0])]
     assert counts[0] > counts[1] > 0
-    drawn = [sum(m.generated_count for m in b.microbatches) for b in (clean, settled[0])]
-    assert drawn[0] > drawn[1] > 0
+    target_counts = [sum(m.generated_count for m in b.microbatches) for b in (clean, settled[0])]
+    assert target_counts[0] > target_counts[1] > 0
     metas = [[m.meta for m in batch.microbatches] for batch in (clean, *settled)]
-    assert all(own == metas[0] for own in metas)
+    assert all(rank_metas == metas[0] for rank_metas in metas)
 
 
 def test_unreported_corrupt_sample_differs_between_ranks(make, tmp_path):

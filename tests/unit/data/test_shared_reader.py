@@ -112,9 +112,9 @@ def test_streamed_images_are_balanced(site, arrange):
     steps = [zip(*batches, strict=True) for batches in (shared, single, plain)]
     for ours, separate, theirs in zip(*steps, strict=True):
         assert_same_work(ours, theirs)
-        for shared_batch, alone_batch, expected in zip(ours, separate, theirs, strict=True):
-            assert shared_batch.rank_images == alone_batch.rank_images
-            assert shared_batch.state == alone_batch.state == expected.state
+        for shared_batch, separate_batch, expected in zip(ours, separate, theirs, strict=True):
+            assert shared_batch.rank_images == separate_batch.rank_images
+            assert shared_batch.state == separate_batch.state == expected.state
     homes = [
         (rank, home)
         for rank, batches in enumerate(shared)
@@ -134,9 +134,9 @@ def test_shared_reader_reads_validation_streams(site):
     address = site.start()
     for _ in range(2):  # every validation starts from the first record
         for rank in range(2):
-            own = take(site.loader(None, rank, validation=True), 99)
-            assert take(site.loader(address, rank, validation=True), 99) == own
-            assert len(own) < 99
+            expected = take(site.loader(None, rank, validation=True), 99)
+            assert take(site.loader(address, rank, validation=True), 99) == expected
+            assert len(expected) < 99
 
 
 def test_late_rank_receives_same_batches(site):

@@ -93,20 +93,22 @@ def hf_inputs(model, microbatch: Microbatch) -> list[dict]:
     glm = model.composite.model_type in GLM
     for (start, stop), meta in segments:
         ids = microbatch.input_ids_T[None, start:stop]
-        kinds = glm_token_types(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-        sample: dict = {"input_ids": ids, "mm_token_type_ids": kinds}
+        token_types = (
+            glm_token_types(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        )
+        sample: dict = {"input_ids": ids, "mm_token_type_ids": token_types}
         for image in meta.images:
-            own = inputs.select(range(at, at + 1))
-            grid = torch.tensor(own.grids_thw)
+            image_inputs = inputs.select(range(at, at + 1))
+            grid = torch.tensor(image_inputs.grids_thw)
             at += 1
             if image.duration_ms:
                 seconds = torch.tensor([image.duration_ms / 1000 / image.frames])
-                more = {"pixel_values_videos": own.pixels, "video_grid_thw": grid}
+                more = {"pixel_values_videos": image_inputs.pixels, "video_grid_thw": grid}
                 more |= {"second_per_grid_ts": seconds}
                 before = {key: sample[key] for key in more if key in sample}
                 sample |= {k: torch.cat([before[k], v]) if before else v for k, v in more.items()}
             else:
-                sample |= {"pixel_values": own.pixels, "image_grid_thw": grid}
+                sample |= {"pixel_values": image_inputs.pixels, "image_grid_thw": grid}
         samples.append(sample)
     return samples
 

@@ -36,8 +36,8 @@ UNCHANGED, RESIZED = [(5, 24, 16), (6, 16, 32)], [(7, 50, 22), (4, 10, 30), (3, 
 
 def reference_frames(frames: int, rate: float) -> list[int]:
     """Return the indices of the sampled frames."""
-    most = min(CONFIG.max_frames, frames) // 2 * 2
-    count = int(min(max(frames / rate * CONFIG.fps, CONFIG.min_frames), most) // 2 * 2)
+    limit = min(CONFIG.max_frames, frames) // 2 * 2
+    count = int(min(max(frames / rate * CONFIG.fps, CONFIG.min_frames), limit) // 2 * 2)
     return torch.arange(0, frames, frames / count).int().tolist()
 
 

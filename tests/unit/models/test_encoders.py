@@ -148,13 +148,13 @@ def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
     mels_NMF = windows_NFM[:, :-1].mT
     if family == "voxtral":
         return tower(mels_NMF).last_hidden_state.flatten(0, 1)
-    held = torch.arange(full) < torch.tensor(lengths)[:, None]
+    is_audio = torch.arange(full) < torch.tensor(lengths)[:, None]
     if family == "qwen2_audio":
-        mask = torch.zeros(len(lengths), 1, 1, full).masked_fill(~held[:, None, None], -1e30)
+        mask = torch.zeros(len(lengths), 1, 1, full).masked_fill(~is_audio[:, None, None], -1e30)
         hidden = tower(mels_NMF, attention_mask=mask).last_hidden_state
     else:
-        hidden = tower(mels_NMF, held.repeat_interleave(2, dim=1)).last_hidden_state
-    return torch.cat([own[: n // 2] for own, n in zip(hidden, lengths, strict=True)])
+        hidden = tower(mels_NMF, is_audio.repeat_interleave(2, dim=1)).last_hidden_state
+    return torch.cat([features[: n // 2] for features, n in zip(hidden, lengths, strict=True)])
 
 
 def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:

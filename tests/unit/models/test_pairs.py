@@ -164,7 +164,7 @@ def test_text_only_chat_template_accepts_images(name: str, tokenizer) -> None:
 
     def rendered(template: str, content: object, answer: object) -> str:
         turns = [("user", content), ("assistant", answer)]
-        messages = [{"role": role, "content": said} for role, said in turns]
+        messages = [{"role": role, "content": message} for role, message in turns]
         return chat_tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
     plain = rendered(TEMPLATES[name], "<image>What?", "Eggs.")

@@ -133,7 +133,7 @@ def test_selected_audio_has_same_features(name: str) -> None:
     selections = [inputs.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
     assert torch.equal(torch.cat([part.positions_K for part in selections]), inputs.positions_K)
     actual = [model.encoders["audio"](part) for part in selections]
-    assert [len(own) for own in actual] == [len(part.positions_K) for part in selections]
+    assert [len(features) for features in actual] == [len(part.positions_K) for part in selections]
     assert relative_error(torch.cat(actual), full) < 1e-5
 
 

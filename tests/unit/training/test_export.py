@@ -289,16 +289,16 @@ def export_and_kill(rename: int, checkpoint: Path, directory: Path) -> None:
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            left = [rename]
-            usual = Path.rename
+            remaining = [rename]
+            original = Path.rename
 
-            def dying(path: Path, target: Path) -> Path:
-                if not left[0]:
+            def rename_or_die(path: Path, target: Path) -> Path:
+                if not remaining[0]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
-                return usual(path, target)
+                remaining[0] -= 1
+                return original(path, target)
 
-            Path.rename = dying  # type: ignore
+            Path.rename = rename_or_die  # type: ignore
             export_checkpoint(checkpoint, directory)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -366,11 +366,13 @@ def run_in_process(work: Callable[[], object]) -> int:
                 work()
                 code = 0
             except ConfigError as error:
-                known = (
+                expected_errors = (
                     "is being written by another process",
                     "already exists; use another directory",
                 )
-                code = next((2 + i for i, words in enumerate(known) if words in str(error)), 1)
+                code = next(
+                    (2 + i for i, words in enumerate(expected_errors) if words in str(error)), 1
+                )
         os._exit(code)
     return child
 
@@ -411,21 +413,21 @@ def export_with_slow_lock(checkpoint: Path, directory: Path) -> tuple[int, int, 
 
     Returns the process id, a descriptor that signals the pause, and a descriptor that continues.
     """
-    (waits, tells), (told, goes) = os.pipe(), os.pipe()
+    (paused_read, paused_write), (continue_read, continue_write) = os.pipe(), os.pipe()
 
     def export() -> None:
-        usual = fcntl.flock
+        original = fcntl.flock
 
         def slow(*arguments: int) -> None:
-            atomic_directory.fcntl.flock = usual  # type: ignore
-            os.write(tells, b"1")
-            os.read(told, 1)
-            usual(*arguments)
+            atomic_directory.fcntl.flock = original  # type: ignore
+            os.write(paused_write, b"1")
+            os.read(continue_read, 1)
+            original(*arguments)
 
         atomic_directory.fcntl.flock = slow  # type: ignore
         export_checkpoint(checkpoint, directory)
 
-    return run_in_process(export), waits, goes
+    return run_in_process(export), paused_read, continue_write
 
 
 @pytest.mark.parametrize("checks_name", [True, False])

@@ -166,7 +166,7 @@ def test_progress_is_shown_until_first_token(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(Pipeline, "next_token_logits", slow)
     arguments_of_run = ["--max-new-tokens", "4"]
     for arguments in (["--prompt", "one", "--stream"], ["--chat"]):
-        run(*arguments, *arguments_of_run, said=["one"])
+        run(*arguments, *arguments_of_run, inputs=["one"])
         assert "reading prompts: 0 s" in console_output.getvalue()
         assert "writing" not in console_output.getvalue()
         console_output.truncate(0)
@@ -197,13 +197,13 @@ def test_question_formats_generate_same_text(run: Run, tmp_path: Path) -> None:
     first, second = (json.loads(line) for line in run("--chats", tmp_path / "two.jsonl", "--json"))
     assert first["text"] == second["text"]  # greedy decoding of the same prompt
     inputs = [f"/file {image}", "What is it?", "/end"]
-    assert "\n".join(run("--chat", *SAMPLED, said=inputs)) == text
+    assert "\n".join(run("--chat", *SAMPLED, inputs=inputs)) == text
 
 
 def test_chat_includes_earlier_responses(run: Run) -> None:
     inputs = ["Hello", "And now?"]
-    continued = run("--chat", *SAMPLED, said=inputs)
-    restarted = run("--chat", *SAMPLED, said=[inputs[0], "/new", inputs[1]])
+    continued = run("--chat", *SAMPLED, inputs=inputs)
+    restarted = run("--chat", *SAMPLED, inputs=[inputs[0], "/new", inputs[1]])
     assert continued[0] == restarted[0] and continued != restarted
 
 

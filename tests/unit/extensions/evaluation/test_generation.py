@@ -82,12 +82,14 @@ def image_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
     samples, positions = [], []
     for number, (start, stop) in enumerate(pairwise(starts)):
         grid = inputs.grids_thw[number]
-        own = inputs.positions_K[(inputs.positions_K >= start) & (inputs.positions_K < stop)]
-        image = ImageMeta(8, 8, prod(grid), len(own))
+        image_positions = inputs.positions_K[
+            (inputs.positions_K >= start) & (inputs.positions_K < stop)
+        ]
+        image = ImageMeta(8, 8, prod(grid), len(image_positions))
         samples.append(SampleMeta("made", number, stop - start, (image,), "vision"))
-        batch.targets_T[start : own.max() + 2] = IGNORE_TARGET
+        batch.targets_T[start : image_positions.max() + 2] = IGNORE_TARGET
         frames, rows, columns = grid
-        block = VisionBlock(int(own.min()) - start, frames, rows // 2, columns // 2)
+        block = VisionBlock(int(image_positions.min()) - start, frames, rows // 2, columns // 2)
         positions.append(torch.from_numpy(mrope_positions(stop - start, [block])))
     meta = MicrobatchMeta(tuple(samples), starts[-1])
     batch = replace(batch, meta=meta, target_positions_L=None)
@@ -219,7 +221,7 @@ def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMe
     pipeline.next_token_logits = record
     generate_tokens(pipeline, prompts, mesh, Sampling(6), ())
     pairs = zip(torch.stack(logits, 1), expected, strict=True)
-    return [float((results - own).norm() / own.norm()) for results, own in pairs]
+    return [float((results - reference).norm() / reference.norm()) for results, reference in pairs]
 
 
 def test_generation_beyond_longrope_limit_matches_hugging_face(mesh) -> None:

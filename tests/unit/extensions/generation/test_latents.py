@@ -55,10 +55,12 @@ def diffusers_models(model: MultimodalModel) -> tuple:
     vae = diffusers.AutoencoderKL(**VAE)
     prefixes = hf_prefixes(model)
     state = model.generator.state_dict()
-    of_vae = {n: t for n, t in state.items() if n.startswith("latent_")}
-    given = {hf_name(prefixes, "generator", n): t for n, t in state.items() if n not in of_vae}
-    assert not any(transformer.load_state_dict(given, strict=False))
-    vae.load_state_dict({n.partition(".")[2]: t for n, t in of_vae.items()})
+    vae_state = {n: t for n, t in state.items() if n.startswith("latent_")}
+    transformer_state = {
+        hf_name(prefixes, "generator", n): t for n, t in state.items() if n not in vae_state
+    }
+    assert not any(transformer.load_state_dict(transformer_state, strict=False))
+    vae.load_state_dict({n.partition(".")[2]: t for n, t in vae_state.items()})
     return transformer, vae.eval()
 
 
@@ -70,8 +72,8 @@ def reference_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor
         posterior = vae.encode(pixels).latent_dist
         latents = posterior.mode()
         if inputs.latent_noise_PV is not None:
-            drawn = to_images(inputs.latent_noise_PV, (len(inputs.times), 4, 4), 2)
-            latents = posterior.mean + posterior.std * drawn
+            latent_noise = to_images(inputs.latent_noise_PV, (len(inputs.times), 4, 4), 2)
+            latents = posterior.mean + posterior.std * latent_noise
         latents = (latents - 0.1) * 0.6
     times = torch.tensor(inputs.times)
     t = times[:, None, None, None]

@@ -31,8 +31,8 @@ SIZES = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], p
 
 def describe_layers(config: Float8Config, **sizes: int) -> list[LayerDescription]:
     """Return layers of a model whose linear layers have different sizes."""
-    given = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
-    section = LlmConfig(config={**LLMS["llama"], **given})
+    sizes_of_model = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
+    section = LlmConfig(config={**LLMS["llama"], **sizes_of_model})
     llm = build_model(ModelConfig(llm=section), FreezeConfig()).llm
     llm.rounded = describe_float8_linears(llm, config)
     return list(llm.describe().layers)
