@@ -77,7 +77,10 @@ def test_large_source_is_shuffled_in_shard_blocks(monkeypatch, limits):
     assert samples.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
     assert (samples.tokens_N == tokens[samples.indices_N]).all()
     for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
-        assert feed(**options).samples(start, 30).sample_keys() == samples.sample_keys()[start : start + 30]
+        assert (
+            feed(**options).samples(start, 30).sample_keys()
+            == samples.sample_keys()[start : start + 30]
+        )
 
 
 def test_unshuffled_epoch_is_sequential():

@@ -59,7 +59,9 @@ def test_packer_matches_reference(max_open, max_tiles):
         time = len(packs) // 100
         packer.close_older(time - 3)
         part = slice(len(packs), len(packs) + int(rng.integers(1, 200)))
-        assigned = packer.add(tokens[part], tiles[part], max_closed=len(packer.closed) + 5, now=time)
+        assigned = packer.add(
+            tokens[part], tiles[part], max_closed=len(packer.closed) + 5, now=time
+        )
         reference.close_older(time - 3)
         for i in range(part.start, part.start + len(assigned)):
             reference.add(i, int(tokens[i]), int(tiles[i]), time)

@@ -109,7 +109,7 @@ def test_pixels_are_stored_as_bytes(spec):
         assert np.array_equal(ours.pixels(image), theirs.pixels(image))
     other = copy.deepcopy(ours)
     assert other.byte_values == ours.byte_values
-    other.byte_values.table_C256[1, stored.flat[0]] += 1
+    other.byte_values.table_C256[1, stored_pixels.flat[0]] += 1
     assert other.byte_values != ours.byte_values
 
 

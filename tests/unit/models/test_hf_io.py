@@ -470,5 +470,5 @@ def test_download_progress_is_logged_in_megabytes(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     with caplog.at_level(logging.INFO, "torchmm"):
-        assert loading._directory("owner/model") == folder
+        assert loading._local_directory("owner/model") == folder
     assert "fetching owner/model: 4 MB, 0 s" in caplog.text

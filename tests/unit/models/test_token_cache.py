@@ -89,7 +89,7 @@ def test_unmasked_padding_changes_cached_logits(
     """Check that zeros before the shorter prompts change the logits without a mask."""
     llm = text_model(family).eval().llm
     expected = uncached_logits(llm)
-    monkeypatch.setattr(PackedCache, "visible", lambda *_: None)
+    monkeypatch.setattr(PackedCache, "visible_keys", lambda *_: None)
     assert relative_error(cached_logits(llm), expected) > 1e-4
 
 

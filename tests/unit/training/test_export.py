@@ -119,7 +119,7 @@ def test_adapters_are_exported_merged_or_separately(saved, tokenizer, tmp_path):
     write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "separate")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_separate", separate_adapters=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_separate", separate=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
     assert files(tmp_path / "ours_separate") == files(tmp_path / "separate")
 
@@ -497,13 +497,13 @@ def test_export_memory_is_bounded_by_largest_file(saved, tmp_path, monkeypatch):
     assert max(sizes) < 21 << 20 and sum(sizes) > 1.5 * limit
 
     retained: list = []
-    mapped = CheckpointWeights._mapped
+    mapped = CheckpointWeights._new_mapped_tensor
 
     def keep(*arguments):
         retained.append(mapped(*arguments))
         return retained[-1]
 
-    monkeypatch.setattr(CheckpointWeights, "_mapped", keep)
+    monkeypatch.setattr(CheckpointWeights, "_new_mapped_tensor", keep)
     assert peak_growth_bytes(checkpoint, tmp_path / "hf_retained") > limit, (
         "retained mappings must increase memory use"
     )

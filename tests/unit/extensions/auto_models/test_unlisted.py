@@ -155,9 +155,11 @@ def test_unreadable_weight_names_are_rejected_when_loading() -> None:
 def test_survey_of_causal_lms_matches_documentation() -> None:
     """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
-    outcomes = script.survey(script.LLMS, script.causal_lms())
+    outcomes = script.compare_all(script.LLMS, script.causal_lms())
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
-    assert script.written(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
+    assert (
+        script.present_section(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
+    )
     wrong = {}
     for name, outcome in outcomes.items():
         if outcome.proof:

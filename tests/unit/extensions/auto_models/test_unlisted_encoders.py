@@ -239,9 +239,9 @@ def test_survey_of_image_encoders_matches_documentation() -> None:
     """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
     kind = script.ENCODERS
-    outcomes = script.survey(kind, script.image_encoders())
+    outcomes = script.compare_all(kind, script.image_encoders())
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
-    assert script.written(kind, page) == script.section(kind, outcomes).strip()
+    assert script.present_section(kind, page) == script.section(kind, outcomes).strip()
     for name, outcome in outcomes.items():
         if outcome.proof:
             actual, counted = flops_of(name, outcome.proof.family)
