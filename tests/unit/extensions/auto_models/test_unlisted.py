@@ -162,8 +162,8 @@ def test_survey_of_causal_lms_matches_documentation() -> None:
     )
     wrong = {}
     for name, outcome in outcomes.items():
-        if outcome.proof:
-            actual, counted = flops_of(name, outcome.proof.family)
+        if outcome.parity:
+            actual, counted = flops_of(name, outcome.parity.family)
             if abs(actual / counted - 1) > 0.01:
                 wrong[name] = actual / counted
     # docs/reference/models.md explains these exceptions.
