@@ -243,8 +243,8 @@ def test_survey_of_image_encoders_matches_documentation() -> None:
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
     assert script.present_section(kind, page) == script.section(kind, outcomes).strip()
     for name, outcome in outcomes.items():
-        if outcome.proof:
-            actual, counted = flops_of(name, outcome.proof.family)
+        if outcome.parity:
+            actual, counted = flops_of(name, outcome.parity.family)
             assert actual == pytest.approx(counted, rel=0.01), name
 
 
