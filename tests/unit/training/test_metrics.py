@@ -99,7 +99,7 @@ def test_table_defines_reduction_over_ranks():
     result = make_record([first, second], None, step=1, **OTHERS)
     expected = {"max": 2000, "sum": 2500, "rate": 2500 / 2.0}
     assert {name: result[name] for name in reduced} == {n: expected[r] for n, r in reduced.items()}
-    assert all(type(result[name]) is METRICS[name].kind for name in reduced)
+    assert all(type(result[name]) is METRICS[name].value_type for name in reduced)
     empty = make_record([rank_values(step_ms=1.0)] * 2, None, step=1, **OTHERS)
     modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
     assert {n for n in reduced if empty[n] is None} == {*modules, "generated_images_per_s"}
