@@ -87,8 +87,15 @@ def assert_equal(actual: Microbatch, expected: Microbatch) -> None:
     for name, full in expected.encoders.items():
         encoder_inputs = actual.encoders[name]
         assert torch.equal(encoder_inputs.positions_K, full.positions_K)
-        assert (encoder_inputs.grids_thw, encoder_inputs.tile_regions) == (full.grids_thw, full.tile_regions)
-        images = range(len(full.grids_thw)) if encoder_inputs.local_images is None else encoder_inputs.local_images
+        assert (encoder_inputs.grids_thw, encoder_inputs.tile_regions) == (
+            full.grids_thw,
+            full.tile_regions,
+        )
+        images = (
+            range(len(full.grids_thw))
+            if encoder_inputs.local_images is None
+            else encoder_inputs.local_images
+        )
         assert torch.equal(encoder_inputs.pixels, pixels_of(full, images))
     if expected.generator is not None:
         assert actual.generator is not None
@@ -97,7 +104,9 @@ def assert_equal(actual: Microbatch, expected: Microbatch) -> None:
         places = actual.generator.context_positions_K
         assert torch.equal(places, expected.generator.context_positions_K)
         local_images = actual.generator.local_images
-        for image in range(len(actual.generator.grids_thw)) if local_images is None else local_images:
+        for image in (
+            range(len(actual.generator.grids_thw)) if local_images is None else local_images
+        ):
             one = range(image, image + 1)
             ours, theirs = actual.generator.select(one), expected.generator.select(one)
             assert torch.equal(ours.patches_PV, theirs.patches_PV)
@@ -153,8 +162,10 @@ def test_context_parallel_ranks_share_images(make):
     ]
     batches = [first(make(own)) for own in reads]
     for number, microbatch in enumerate(full.microbatches):
-        local_images = [i for b in batches for i in b.microbatches[number].encoders["vision"].local_images]
-        assert sorted(held) == list(range(len(microbatch.encoders["vision"].grids_thw)))
+        local_images = [
+            i for b in batches for i in b.microbatches[number].encoders["vision"].local_images
+        ]
+        assert sorted(local_images) == list(range(len(microbatch.encoders["vision"].grids_thw)))
 
 
 @pytest.mark.parametrize(

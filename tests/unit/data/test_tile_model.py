@@ -182,7 +182,9 @@ def test_tiles_can_be_in_different_sub_microbatches(family, changes, open_run) -
     for microbatch in microbatches:
         inputs = microbatch.encoders["vision"].values()
         if changes:
-            assert inputs.tile_regions is not None and any(retained.downsample for retained in inputs.tile_regions)
+            assert inputs.tile_regions is not None and any(
+                retained.downsample for retained in inputs.tile_regions
+            )
         encoder = model.encoders["vision"]
         features = encoder(inputs)
         each = range(len(inputs.grids_thw))

@@ -183,7 +183,7 @@ class FullDisk:
 
         monkeypatch.setattr(preempt, "replace_atomically", fail)
         if not blocks:
-            monkeypatch.setattr(preempt, "overwrite", fail)
+            monkeypatch.setattr(preempt, "overwrite_in_place", fail)
 
 
 @pytest.mark.parametrize("message", ["", "short", "long " * 50_000])
