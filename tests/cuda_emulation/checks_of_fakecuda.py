@@ -429,7 +429,7 @@ def test_graph_replay_with_stale_input_is_wrong(monkeypatch):
     eager, _ = _graphed_layers()
     layers, graphs = _graphed_layers()
     _pass(graphs, layers, 3, 0)
-    monkeypatch.setattr("torchmm.models.encoder_graphs._Graph._fill", lambda *_: None)
+    monkeypatch.setattr("torchmm.models.encoder_graphs._Graph._copy_padded", lambda *_: None)
     expected, _ = _pass(eager, eager, 3, 1)
     actual, _ = _pass(graphs, layers, 3, 1)
     assert not torch.allclose(actual[0], expected[0], rtol=1e-2)

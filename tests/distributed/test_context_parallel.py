@@ -209,14 +209,14 @@ def test_missing_feature_gradients_change_encoder():
 
 
 def _compare_without_return():
-    original = ContextParallelRanks.features
+    original = ContextParallelRanks.exchange_features
 
     def without_return(self, features, row):
         zero = sum(found_KD[:0].sum() for found_KD in features.values())
         detached = {name: found_KD.detach() for name, found_KD in features.items()}
         return {name: x_KD + zero for name, x_KD in original(self, detached, row).items()}
 
-    ContextParallelRanks.features = without_return
+    ContextParallelRanks.exchange_features = without_return
     return compare_all(CASES_OF_2[:1])
 
 

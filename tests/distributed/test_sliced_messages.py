@@ -265,7 +265,7 @@ def _add_planned(traffic: Traffic, plan: PipelinePlan, rank: int) -> None:
 @contextmanager
 def _swap_slices(case: Any) -> Iterator[None]:
     """Swap the slices of ranks: in messages, or in all-gathers if the LLM has mirrors."""
-    parts, all_gather_rows = P2PChannels._parts, TensorParallelRows.all_gather_rows
+    parts, all_gather_rows = P2PChannels._transfer_parts, TensorParallelRows.all_gather_rows
 
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
@@ -280,8 +280,8 @@ def _swap_slices(case: Any) -> Iterator[None]:
     if _has_mirrors(case):
         TensorParallelRows.all_gather_rows = swapped_rows  # type: ignore[method-assign]
     else:
-        P2PChannels._parts = swapped_parts  # type: ignore[method-assign]
+        P2PChannels._transfer_parts = swapped_parts  # type: ignore[method-assign]
     try:
         yield
     finally:
-        P2PChannels._parts, TensorParallelRows.all_gather_rows = parts, all_gather_rows  # type: ignore[method-assign]
+        P2PChannels._transfer_parts, TensorParallelRows.all_gather_rows = parts, all_gather_rows  # type: ignore[method-assign]

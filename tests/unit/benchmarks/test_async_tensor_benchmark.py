@@ -38,11 +38,11 @@ def test_link_transfers_sequentially_and_clears_records(load):
 
 
 def test_overlap_bound_is_maximum_of_compute_and_transfers(load):
-    found = load("async_tensor_parallel").OverlapTimes
+    actual = load("async_tensor_parallel").OverlapTimes
     common = {"case": "", "ratio": 1, "mb_per_s": 1, "chunks": 1, "step_s": {}, "disturbed": ""}
     for compute_s, transfer_s, bound in ((2.0, 1.25, 2 / 3), (1.0, 2.5, 2.5 / 3)):
         transfers = {"plain": transfer_s / 1.25, "overlapped": transfer_s}
-        case = found(**common, compute_s=compute_s, transfer_s=transfers, steps=[])
+        case = actual(**common, compute_s=compute_s, transfer_s=transfers, steps=[])
         assert case.bound == pytest.approx(bound)
 
 

@@ -50,11 +50,11 @@ def test_memory_includes_activations_and_marks_oversized_plans(benchmark):
     assert len(large) == 2
     for model in large.values():
         plans = benchmark.filled(model, speed)
-        for found in plans:
-            worst = found.plan.worst_bytes
-            assert max(worst, found.activations) < found.memory <= worst + found.activations
-            assert found.fits == ("does not fit" not in found.name) == (found.memory <= 80e9)
-        fits = [bool(found.fits) for found in plans]
+        for actual in plans:
+            worst = actual.plan.worst_bytes
+            assert max(worst, actual.activations) < actual.memory <= worst + actual.activations
+            assert actual.fits == ("does not fit" not in actual.name) == (actual.memory <= 80e9)
+        fits = [bool(actual.fits) for actual in plans]
         assert fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
     metrics = [row.metric for row in benchmark.two_encoder_rows(speed)]
     assert sum(m.startswith("memory with encoder activations") for m in metrics) == 3

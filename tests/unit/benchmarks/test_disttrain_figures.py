@@ -10,10 +10,10 @@ import pytest
 def figures(monkeypatch):
     """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    found = importlib.import_module("disttrain_figures")
-    monkeypatch.setattr(found, "SMALL", (24, {"9b": 16}))
-    monkeypatch.setattr(found, "EFFORT", {24: 12_000})
-    return found
+    results = importlib.import_module("disttrain_figures")
+    monkeypatch.setattr(results, "SMALL", (24, {"9b": 16}))
+    monkeypatch.setattr(results, "EFFORT", {24: 12_000})
+    return results
 
 
 def test_optimum_beats_baselines_on_small_cluster(figures):
@@ -25,8 +25,8 @@ def test_optimum_beats_baselines_on_small_cluster(figures):
             assert row.ours <= row.baseline
         elif row.unit == "GiB":
             assert "torchmm fits, baseline" in row.metric
-    found = figures.ours(figures.Case("9b", 24, 16))
-    assert found.fits and found.mfu < 1
+    actual = figures.ours(figures.Case("9b", 24, 16))
+    assert actual.fits and actual.mfu < 1
 
 
 def test_reordering_and_frozen_modules_have_rows(figures):

@@ -44,18 +44,18 @@ OTHERS = (
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHERS)]
 )
 def test_packed_step_is_compared_with_padded_step(benchmark, samples, name):
-    found, vocabulary = samples
-    assert max(max(sample.ids) for sample in found) < vocabulary
+    actual, vocabulary = samples
+    assert max(max(sample.ids) for sample in actual) < vocabulary
     (case,) = [
         case for case in benchmark.families(benchmark.QUICK, vocabulary) if case.name == name
     ]
-    rows = benchmark.compare(case, found, pairs=1)
+    rows = benchmark.compare(case, actual, pairs=1)
     assert [row.metric for row in rows] == ["speedup", "CPU time ratio", "padding"]
     assert rows[0].ours > 0 and 0 < rows[2].baseline < 1
 
 
 def test_different_losses_stop_family_benchmark(benchmark, samples, monkeypatch):
-    found, vocabulary = samples
+    actual, vocabulary = samples
     case = benchmark.families(benchmark.QUICK, vocabulary)[0]
     batches = benchmark.batches
     end = importlib.import_module("support.cases.family_cases").END
@@ -68,7 +68,7 @@ def test_different_losses_stop_family_benchmark(benchmark, samples, monkeypatch)
 
     monkeypatch.setattr(benchmark, "batches", drop_last_label)
     with pytest.raises(benchmark.LossMismatchError, match="llama"):
-        benchmark.compare(case, found, pairs=1)
+        benchmark.compare(case, actual, pairs=1)
 
 
 def test_patch_embeddings_are_compared_in_both_dtypes(benchmark):

@@ -85,11 +85,11 @@ def test_layers_are_tuned_for_fixed_schedule(load, methods):
 
 
 def test_fastest_method_fits_and_is_executed(benchmark):
-    found = record(fsdp2=method(1.0, fits=False), chain=method(3.0), kernels=method(2.0))
-    assert benchmark.fastest_method(found) == "Megatron-LM balanced"
-    table = benchmark.summary([found])
+    actual = record(fsdp2=method(1.0, fits=False), chain=method(3.0), kernels=method(2.0))
+    assert benchmark.fastest_method(actual) == "Megatron-LM balanced"
+    table = benchmark.summary([actual])
     assert "**3**" in table and "1 †" in table and "| 2 |" in table
-    rows = {row.metric: row for row in benchmark.record_rows(found)}
+    rows = {row.metric: row for row in benchmark.record_rows(actual)}
     assert rows["step, Megatron-LM balanced (fastest)"].ours == 3.0
     assert rows["step, FSDP2 (does not fit)"].baseline is None
     fine = benchmark.record_rows(record(fsdp2=method(1.0), chain=method(3.0)))

@@ -80,9 +80,9 @@ def test_kernels_fill_bubbles_inside_llm_actions(model, step):
     assert sum(hidden.values()) > 0.2 * planned.schedule.works[0].busy_ms
     assert all(-1e-6 <= ms <= costs.compute_ms[a] + 1e-6 for a, ms in hidden.items())
     plan = lower_plan(planned.order, planned.graph, {})
-    found, unfilled = simulate(plan, planned.costs(costs)), simulate(plan, costs)
-    assert found.makespan_ms < unfilled.makespan_ms
-    assert found.makespan_ms <= 1.05 * planned.schedule.total_ms
+    actual, unfilled = simulate(plan, planned.costs(costs)), simulate(plan, costs)
+    assert actual.makespan_ms < unfilled.makespan_ms
+    assert actual.makespan_ms <= 1.05 * planned.schedule.total_ms
     # Without communication, no time can be hidden.
     without_comm = model.optimus_kernels(graph, replace(costs, tp_comm_ms={}), [VISION])
     assert sum(without_comm.hidden_ms.values()) == pytest.approx(0, abs=1e-6)

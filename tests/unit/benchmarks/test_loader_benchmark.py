@@ -17,17 +17,17 @@ def test_loaders_yield_same_tensors(benchmark, tmp_path):
     sides = importlib.import_module("support.cases.loader_sides").SIDES
     captions = importlib.import_module("support.captions").load_captions(0)
     task = benchmark.make_task(tmp_path, captions, samples=5)
-    found = {}
+    actual = {}
     for name in ("torchmm", "torchmm, tar files", "datasets + DataLoader"):
         side = sides[name](task)
         side.prepare()
-        found[name] = benchmark.fingerprints(side)
-    assert all(each == found["torchmm"] for each in found.values())
-    assert len(found["torchmm"]) == 5
+        actual[name] = benchmark.fingerprints(side)
+    assert all(each == actual["torchmm"] for each in actual.values())
+    assert len(actual["torchmm"]) == 5
     other = replace(task, directory=tmp_path / "other", captions=["another", *task.captions[1:]])
     side = sides["datasets + DataLoader"](other)
     side.prepare()
-    assert len(set(benchmark.fingerprints(side)) & set(found["torchmm"])) == 4
+    assert len(set(benchmark.fingerprints(side)) & set(actual["torchmm"])) == 4
 
 
 def test_torchmm_is_compared_with_fastest_loader(benchmark):

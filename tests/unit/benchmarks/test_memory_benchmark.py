@@ -19,9 +19,9 @@ def benchmark(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunked_loss_memory_matches_prediction(benchmark, dtype):
     rows = benchmark.loss_chunk_targets(benchmark.Size(2048, 6000, 32, dtype), pairs=1)
-    found = {row.metric: row for row in rows}
-    assert found["peak"].ours < found["peak"].baseline
-    assert found["peak / prediction"].ours == pytest.approx(1, rel=0.05)
+    actual = {row.metric: row for row in rows}
+    assert actual["peak"].ours < actual["peak"].baseline
+    assert actual["peak / prediction"].ours == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,10 +35,10 @@ def test_chunked_loss_memory_is_one_chunk(benchmark, dtype):
 @pytest.mark.parametrize("rows", ["state_rows", "recompute_rows"])
 def test_memory_settings_match_predictions(benchmark, rows):
     torch.manual_seed(0)
-    found = getattr(benchmark, rows)()
-    bytes_by_setting = [row.ours for row in found if "prediction" not in row.metric]
+    actual = getattr(benchmark, rows)()
+    bytes_by_setting = [row.ours for row in actual if "prediction" not in row.metric]
     assert all(
-        row.ours == pytest.approx(1, rel=0.05) for row in found if "prediction" in row.metric
+        row.ours == pytest.approx(1, rel=0.05) for row in actual if "prediction" in row.metric
     )
     assert (
         len(bytes_by_setting) >= 3 and min(bytes_by_setting) < 0.7 * bytes_by_setting[0]

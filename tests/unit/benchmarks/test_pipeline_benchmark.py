@@ -99,8 +99,8 @@ def test_split_can_have_both_modules_in_one_stage(load):
         case.ModuleLayers("llm", "llm", (1.0,) * 4),
     ]
     layout = case.chain_layout(modules, (3, 2, 1, 2))
-    found = [(s.module, s.start, s.stop, s.ranks, s.virtual_stage) for s in layout.stages]
-    assert found == [
+    actual = [(s.module, s.start, s.stop, s.ranks, s.virtual_stage) for s in layout.stages]
+    assert actual == [
         ("vision", 0, 3, (0,), 0),
         ("vision", 3, 4, (1,), 1),
         ("llm", 0, 1, (1,), 1),

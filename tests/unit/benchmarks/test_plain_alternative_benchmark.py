@@ -47,10 +47,10 @@ def test_plain_sizes_use_all_gpus_without_pipeline(load, methods):
     workload = load("support.workloads").Workload("recipes/zoo/qwen3_vl_30b_a3b", 32)
     recipe = workload.load()
     sample = StepSample(recipe)
-    found = {}
+    actual = {}
     for method in (methods.FSDP2, methods.HSDP):
         sizes = [each.parallel for each in methods.plain_sizes(recipe, 32, method, sample)]
-        found[method] = sizes
+        actual[method] = sizes
         for parallel in sizes:
             assert (
                 parallel.pipeline == 1
@@ -61,8 +61,8 @@ def test_plain_sizes_use_all_gpus_without_pipeline(load, methods):
         assert any(not check_recipe(methods.with_values(recipe, "parallel", **{
             name: getattr(parallel, name) for name in ("pipeline", "schedule", "shard", "replicate")
         }), 32) for parallel in sizes)  # fmt: skip
-    assert all(parallel.replicate == 1 for parallel in found[methods.FSDP2])
-    assert all(parallel.replicate > 1 for parallel in found[methods.HSDP])
+    assert all(parallel.replicate == 1 for parallel in actual[methods.FSDP2])
+    assert all(parallel.replicate > 1 for parallel in actual[methods.HSDP])
 
 
 def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):

@@ -21,8 +21,8 @@ def test_factor_is_geometric_mean_per_stack(benchmark) -> None:
         name: benchmark.Result(benchmark.RUNS[name].tokens_per_s * speed, 0.0)
         for name, speed in speeds.items()
     }
-    found = benchmark.factors(results)
-    assert found == pytest.approx({"torchtitan, H100": 1.0, "torchtitan, A100": 0.25})
+    actual = benchmark.factors(results)
+    assert actual == pytest.approx({"torchtitan, H100": 1.0, "torchtitan, A100": 0.25})
     [factor, *_] = benchmark.speed_rows(results)
     assert factor.case == "torchtitan, H100"
     [ratio] = benchmark.ratio_rows(results)

@@ -34,11 +34,11 @@ def test_searched_pipeline_writes_rows_with_equal_gradients(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     rows = json.loads(file.read_text())
-    found = {row["metric"]: row for row in rows}
+    actual = {row["metric"]: row for row in rows}
     for baseline in BASELINES:
-        assert found[f"speedup, {baseline}"]["ours"] > 0
-        assert 0 < found[f"idle fraction, {baseline}"]["baseline"] < 1
-    assert found["gradient difference"]["met"] is True
+        assert actual[f"speedup, {baseline}"]["ours"] > 0
+        assert 0 < actual[f"idle fraction, {baseline}"]["baseline"] < 1
+    assert actual["gradient difference"]["met"] is True
     ratios = [row for row in rows if row["metric"] == "step time, background planning / replay"]
     for row in ratios:
         assert row["goal"] == (None if "no core spare" in row["case"] else 1.02)
@@ -70,15 +70,15 @@ def test_planning_goal_requires_spare_core(load, planning, goal, met):
     cores = cases.Cores(frozenset({0}), frozenset(planning))
     pairs = {"planning": times(load, 1.1, 2.2, 4.0), "replay": times(load, 1.0, 2.0, 5.0)}
     comparison = load("support.ranks").Comparison(pairs, [0, 0, 0], 2, 0)
-    found = {"comparison": comparison, "statistics": {"planner_ms": 1100.0}}
-    ratio, seconds, fraction = cases.rows(cores, 2000, found)
+    actual = {"comparison": comparison, "statistics": {"planner_ms": 1100.0}}
+    ratio, seconds, fraction = cases.rows(cores, 2000, actual)
     assert ratio.ours == pytest.approx(1.1)
     assert (ratio.goal, ratio.met) == (goal, met)
     assert (seconds.ours, seconds.baseline) == (2.2, 2.0)
     assert fraction.ours == pytest.approx(0.5)
     assert ("no spare core" in ratio.case) == (goal is None)
     assert ratio.case.endswith("at most 2,000 schedules")
-    unbounded, *_ = cases.rows(cores, None, found)
+    unbounded, *_ = cases.rows(cores, None, actual)
     assert unbounded.case.endswith("unlimited schedules")
 
 

@@ -41,8 +41,8 @@ def test_untrained_model_does_not_change(benchmark):
 
 
 def test_results_are_compared_with_untrained_model(benchmark, monkeypatch, tmp_path):
-    found = [({"validation_loss": 7.0}, 1.0), ({"validation_loss": 4.0}, 90.0)]
-    monkeypatch.setattr(benchmark, "train", lambda *_: found.pop(0))
+    actual = [({"validation_loss": 7.0}, 1.0), ({"validation_loss": 4.0}, 90.0)]
+    monkeypatch.setattr(benchmark, "train", lambda *_: actual.pop(0))
     rows = benchmark.run("smolvlm", benchmark.CASES["smolvlm"])
     loss, duration = rows
     assert (loss.ours, loss.baseline, loss.met, duration.ours) == (4.0, 7.0, True, 90.0)

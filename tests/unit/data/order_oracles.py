@@ -5,16 +5,16 @@ from __future__ import annotations
 
 def turns(weights: list[float], sizes: list[int | None], count: int) -> list[int]:
     """Return the feed of each of `count` samples under stride scheduling with feeds of `sizes`."""
-    taken = [0] * len(weights)
+    counts = [0] * len(weights)
     feeds = []
     for _ in range(count):
         alive = [
-            f for f, w in enumerate(weights) if w and (sizes[f] is None or taken[f] < sizes[f])
+            f for f, w in enumerate(weights) if w and (sizes[f] is None or counts[f] < sizes[f])
         ]
         if not alive:
             break
-        feed = min(alive, key=lambda f: (taken[f] + 1) / weights[f])
-        taken[feed] += 1
+        feed = min(alive, key=lambda f: (counts[f] + 1) / weights[f])
+        counts[feed] += 1
         feeds.append(feed)
     return feeds
 

@@ -56,9 +56,9 @@ def test_audio_features_match_hugging_face_extractor() -> None:
     extractor = WhisperFeatureExtractor(feature_size=8)
     expected = extractor(padded_S, sampling_rate=16_000, padding="longest", return_tensors="np")
     mel_MF = expected["input_features"][0]
-    found_PD = ours.pixels(data, meta)
-    assert found_PD.shape == (16, 16) == ours.blank(meta).shape
-    assert (mel_MF == found_PD.reshape(32, 8).T).all()
+    actual_PD = ours.pixels(data, meta)
+    assert actual_PD.shape == (16, 16) == ours.blank(meta).shape
+    assert (mel_MF == actual_PD.reshape(32, 8).T).all()
 
 
 @pytest.mark.parametrize(("rate", "fmt"), [(44_100, "OGG"), (8_000, "FLAC"), (48_000, "WAV")])
@@ -67,8 +67,8 @@ def test_audio_of_any_rate_has_planned_shape(rate: int, fmt: str) -> None:
     data = audio_file(0.3, rate, channels=2, fmt=fmt)
     meta = ours.meta(data)
     assert meta.patches == 16 and meta.duration_ms == pytest.approx(300, abs=1)
-    found, reference = ours.pixels(data, meta), ours.pixels(audio_file(0.3), meta)
-    assert np.abs(found - reference).mean() < (0.3 if rate < 16_000 else 0.1)
+    actual, reference = ours.pixels(data, meta), ours.pixels(audio_file(0.3), meta)
+    assert np.abs(actual - reference).mean() < (0.3 if rate < 16_000 else 0.1)
 
 
 def test_waveforms_are_normalized_then_padded() -> None:
@@ -79,9 +79,9 @@ def test_waveforms_are_normalized_then_padded() -> None:
     assert (meta.patches, meta.tokens, meta.duration_ms) == (16, 16, 310)
     wave_S, _ = soundfile.read(io.BytesIO(data), dtype="float32")
     features = Wav2Vec2FeatureExtractor()(wave_S, sampling_rate=16_000, return_tensors="np")
-    found_S = ours.pixels(data, meta).flatten()
-    assert (found_S[: len(wave_S)] == features["input_values"][0]).all()
-    assert len(found_S) == 16 * 320 and not found_S[len(wave_S) :].any()
+    actual_S = ours.pixels(data, meta).flatten()
+    assert (actual_S[: len(wave_S)] == features["input_values"][0]).all()
+    assert len(actual_S) == 16 * 320 and not actual_S[len(wave_S) :].any()
     assert ours.blank(meta).shape == (16, 320)
     assert ours.meta(audio_file(90.0)).duration_ms == 90_000  # this encoder has no limit
 
@@ -145,15 +145,15 @@ SECOND = ImageSpec(**{**vars(CLIP), "encoder": "second", "patch_size_px": 4})
 
 
 def test_each_encoder_receives_its_modality(make, text_spec) -> None:
-    seen = {"vision": 0, "second": 0, "speech": 0}
+    observed = {"vision": 0, "second": 0, "speech": 0}
     loader = make(CLIP, SECOND, SPEECH)
     for batch in islice(loader, 6):
         for microbatch in batch.microbatches:
             placeholders = (microbatch.input_ids_T == text_spec.image_token_id).nonzero().flatten()
-            found = torch.cat(
+            actual = torch.cat(
                 [e.positions_K for e in microbatch.encoders.values()] or [torch.empty(0)]
             )
-            assert sorted(found.tolist()) == placeholders.tolist()
+            assert sorted(actual.tolist()) == placeholders.tolist()
             for name, inputs in microbatch.encoders.items():
                 images = [i for s in microbatch.meta.samples for i in s.images_of_encoder(name)]
                 assert (
@@ -161,8 +161,8 @@ def test_each_encoder_receives_its_modality(make, text_spec) -> None:
                 )
                 assert len(inputs.positions_K) == sum(i.tokens for i in images)
                 assert [i.patches for i in images] == microbatch.meta.patches(name)
-                seen[name] += len(images)
-    assert seen["vision"] == seen["second"] > 0 and seen["speech"] > 0
+                observed[name] += len(images)
+    assert observed["vision"] == observed["second"] > 0 and observed["speech"] > 0
     assert loader.next_metas() is not None
 
 
@@ -173,7 +173,7 @@ def test_document_preserves_order_of_text_images_audio(make, tmp_path, text_spec
     order = ["text", "audio", "text", "image", "audio", "text"]
     values = {"text": caption(1), "image": "a.png", "audio": "b.wav"}
     record = {
-        f"{kind}s": [value if here == kind else None for here in order]
+        f"{kind}s": [value if part == kind else None for part in order]
         for kind, value in values.items()
     }
     path = write_jsonl(tmp_path / "triples.jsonl", [record] * 8)
@@ -209,12 +209,12 @@ def test_decoded_audio_has_features_of_its_file(rate, form) -> None:
     decoded = {"array": array, "sampling_rate": rate}
     if form == "array and path":
         decoded |= {"path": "gone.wav", "bytes": None}
-    found = file_segment("audio", decoded, None).read(10**9)
+    actual = file_segment("audio", decoded, None).read(10**9)
     ours = AudioPreprocessor(SPEECH)
     meta = ours.meta(stream.getvalue())
-    assert ours.meta(found) == meta
+    assert ours.meta(actual) == meta
     assert meta.duration_ms == 500
-    assert (ours.pixels(found, meta) == ours.pixels(stream.getvalue(), meta)).all()
+    assert (ours.pixels(actual, meta) == ours.pixels(stream.getvalue(), meta)).all()
 
 
 def test_decoded_audio_in_parquet_is_read(tmp_path) -> None:
@@ -236,13 +236,13 @@ def test_audio_without_encoder_is_skipped(make) -> None:
 
 
 def test_audio_damaged_after_indexing_is_skipped(make, tmp_path) -> None:
-    torn = audio_file(0.4, fmt="FLAC")
+    corrupt = audio_file(0.4, fmt="FLAC")
     rows = [{"audio": f"{i}.flac", "text": caption(i)} for i in range(4)]
     for i in range(4):
-        (tmp_path / f"{i}.flac").write_bytes(torn)
+        (tmp_path / f"{i}.flac").write_bytes(corrupt)
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     loader = make(SPEECH, sources=[SourceConfig(path=str(path), name="torn")])
-    (tmp_path / "2.flac").write_bytes(torn[:60])
+    (tmp_path / "2.flac").write_bytes(corrupt[:60])
     batch = next(iter(loader))
     assert any("torn[2]: " in m and ": not an audio file" in m for m in batch.skipped)
 

@@ -158,7 +158,7 @@ def test_balanced_steps_change_with_stages():
         islice(sequence(stages=[MixtureStage([1.0, 0.0], 2), MixtureStage([0.0, 1.0])]), 40)
     )
     feeds = [{name[0] for pack in packs_of(step) for name in pack} for step in steps]
-    last = max(number for number, found in enumerate(feeds) if 0 in found)
+    last = max(number for number, actual in enumerate(feeds) if 0 in actual)
     assert feeds[0] == {0} and feeds[last + 1] == {1} and last < 2 + 2 * FILLED_SEQUENCES // 8
 
 

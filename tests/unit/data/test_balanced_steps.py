@@ -68,11 +68,11 @@ def make(tmp_path, tokenizer, text_spec):
         for n in range(10, 16, 2)
     ]
     texts = [{"text": caption(n) + " and no image at all"} for n in range(6)]
-    drawn = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
+    target_images = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
     sources = [
         SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", captions + documents)), name="a"),
         SourceConfig(
-            path=str(write_jsonl(tmp_path / "b.jsonl", drawn)),
+            path=str(write_jsonl(tmp_path / "b.jsonl", target_images)),
             name="b",
             target_image_column="image",
         ),
@@ -139,46 +139,51 @@ def received_images(
 def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
     """Check that balanced batches of all ranks have the samples and images of default batches."""
     for rank, (ours, theirs) in enumerate(zip(balanced, plain, strict=True)):
-        for number, (own, whole) in enumerate(
+        for number, (ours_microbatch, full) in enumerate(
             zip(ours.microbatches, theirs.microbatches, strict=True)
         ):
             for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
-                assert torch.equal(getattr(own, key), getattr(whole, key)), key
-            assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
-            assert own.generated_count == whole.generated_count
-            row = slice_balanced_microbatch(own, len(balanced), {"vision": 1})
-            order = sorted(
-                range(len(own.image_owners["vision"])), key=own.image_owners["vision"].__getitem__
+                assert torch.equal(getattr(ours_microbatch, key), getattr(full, key)), key
+            assert (
+                ours_microbatch.meta == full.meta and ours_microbatch.cu_seqlens == full.cu_seqlens
             )
-            wanted = values_per_image(whole.encoders.get("vision"))
+            assert ours_microbatch.generated_count == full.generated_count
+            row = slice_balanced_microbatch(ours_microbatch, len(balanced), {"vision": 1})
+            order = sorted(
+                range(len(ours_microbatch.image_owners["vision"])),
+                key=ours_microbatch.image_owners["vision"].__getitem__,
+            )
+            expected = values_per_image(full.encoders.get("vision"))
             received = received_images(balanced, number, rank)
-            assert len(received) == len(wanted) == len(order)
+            assert len(received) == len(expected) == len(order)
             for image, place in zip(received, order, strict=True):
-                assert torch.equal(image, wanted[place])
-            owners = own.image_owners["generator"]
-            drawn = values_per_image(whole.generator)
-            wanted = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
+                assert torch.equal(image, expected[place])
+            owners = ours_microbatch.image_owners["generator"]
+            target_values = values_per_image(full.generator)
+            expected = [
+                target_values[i] for i in sorted(range(len(owners)), key=owners.__getitem__)
+            ]
             received = received_images(balanced, number, rank, "generator")
-            assert len(received) == len(wanted)
-            assert all(torch.equal(*pair) for pair in zip(received, wanted, strict=True))
-            contexts = [image.context for image in whole.meta.generated]
+            assert len(received) == len(expected)
+            assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
+            contexts = [image.context for image in full.meta.generated]
             assert sum(row.row.contexts.sent) == len(row.row.contexts.rows_K) == sum(contexts)
             assert sum(row.row.contexts.received) == sum(
-                image.context for image in own.task_meta.generated
+                image.context for image in ours_microbatch.task_meta.generated
             )
-            if whole.generator is not None:
+            if full.generator is not None:
                 assert torch.equal(
                     row.for_llm().generator.context_positions_K,
-                    whole.generator.context_positions_K,
+                    full.generator.context_positions_K,
                 )
-            tokens = [image.tokens for image in whole.meta.images_of_encoder("vision")]
-            if whole.encoders:
-                places = whole.encoders["vision"].positions_K.split(tokens)
+            tokens = [image.tokens for image in full.meta.images_of_encoder("vision")]
+            if full.encoders:
+                places = full.encoders["vision"].positions_K.split(tokens)
                 arrived = torch.cat([places[image] for image in order])
                 assert torch.equal(row.for_llm().encoders["vision"].positions_K, arrived)
             assert sum(row.row.routes["vision"].received) == sum(tokens)
             assert len(row.row.routes["vision"].rows_K) == sum(
-                image.tokens for image in own.task_meta.images_of_encoder("vision")
+                image.tokens for image in ours_microbatch.task_meta.images_of_encoder("vision")
             )
 
 
@@ -214,7 +219,7 @@ def test_balanced_loader_predicts_its_tasks(make):
     assert all(meta.balanced for meta in metas[1])
     plain = make(1, balance=None).next_metas()
     assert plain is not None
-    for number, own in enumerate(metas[1]):
+    for number, task_meta in enumerate(metas[1]):
         of_ranks = [share[number] for share in plain]
         turns = cycle(reversed(range(RANKS)))
         images, generated = [], []
@@ -223,7 +228,7 @@ def test_balanced_loader_predicts_its_tasks(make):
                 replace(image, encoder="vision") for image in sample.images if next(turns) == 1
             ]
             generated += [image for image in sample.generated if next(turns) == 1]
-        assert of_ranks[1].with_images(images, generated) == own
+        assert of_ranks[1].with_images(images, generated) == task_meta
     for microbatch in batch.microbatches:
         images = microbatch.task_meta.module_image_count("vision")
         assert images == len(microbatch.image_sources["vision"])
@@ -241,9 +246,9 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
     loaders = [make(r, **options) for r in range(RANKS)]
     balanced = [batches_of(loader)[0] for loader in loaders]
-    torn = {name: why for batch in balanced for name, why in batch.corrupt.items()}
-    assert torn
-    settled = [loader.mask_corrupt(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
+    corrupt = {name: why for batch in balanced for name, why in batch.corrupt.items()}
+    assert corrupt
+    settled = [loader.mask_corrupt(b, corrupt) for loader, b in zip(loaders, balanced, strict=True)]
     assert_same_work(settled, plain)
     for ours, theirs in zip(settled, plain, strict=True):
         assert sorted(ours.skipped) == sorted(theirs.skipped)
@@ -269,8 +274,8 @@ def test_balanced_loader_resumes_with_different_world_size(make):
     state = batches_of(make(1), 2)[1].state
     balanced = [batches_of(make(r, ranks=4, state=state))[0] for r in range(4)]
     plain = [batches_of(make(r, balance=None), 3)[2] for r in range(RANKS)]
-    every = [replace(b, microbatches=[m]) for b in plain for m in b.microbatches]
-    assert_same_work(balanced, every)
+    single_microbatches = [replace(b, microbatches=[m]) for b in plain for m in b.microbatches]
+    assert_same_work(balanced, single_microbatches)
 
 
 def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
@@ -283,12 +288,12 @@ def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
         rows_D8[:, 5] %= 2
         images_M = rng.integers(0, 5, images_N.sum()).astype("<u2")
         starts_N1 = np.append(0, np.cumsum(images_N)).astype("<u4")
-        drawn_N = rng.integers(0, 3, count)
-        drawn_M = rng.integers(0, 4, drawn_N.sum()).astype("<u2")
-        drawn_starts_N1 = np.append(0, np.cumsum(drawn_N)).astype("<u4")
-        drawn = drawn_starts_N1, drawn_M, rng.integers(1, 9, (4, 4)).astype("<i4")
+        targets_N = rng.integers(0, 3, count)
+        targets_M = rng.integers(0, 4, targets_N.sum()).astype("<u2")
+        target_starts_N1 = np.append(0, np.cumsum(targets_N)).astype("<u4")
+        targets = target_starts_N1, targets_M, rng.integers(1, 9, (4, 4)).astype("<i4")
         tokens_N = rng.integers(1, 9, count).astype("<u4")
-        sizes.append(ShardSizes(tokens_N, starts_N1, images_M, rows_D8, *drawn))
+        sizes.append(ShardSizes(tokens_N, starts_N1, images_M, rows_D8, *targets))
     shards = [
         Shard(shard * n, len(each.tokens_N), 0, 1, 9, f"{n}", "", 0, {})
         for n, each in enumerate(sizes)
@@ -322,10 +327,10 @@ def test_image_sizes_of_steps_match_samples():
 
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
-    [whole] = batches_of(make(1))
+    [full] = batches_of(make(1))
     shares = [{module: RankShare(p, 2) for module in ALTERNATE.names} for p in range(2)]
     parts = [batches_of(make(1, reads=DecodeAssignment(share)))[0] for share in shares]
-    for number, microbatch in enumerate(whole.microbatches):
+    for number, microbatch in enumerate(full.microbatches):
         for module in ALTERNATE.names:
             inputs = [read_of(part.microbatches[number], module) for part in parts]
             held = [image for each in inputs if each is not None for image in each.local_images]
@@ -348,14 +353,14 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(background_steps, "TIMEOUT_S", 300.0)
-    received, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
+    received, expected = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
     assert "reordering a step takes" in caplog.text
-    for ours, theirs in zip(received, wanted, strict=True):
+    for ours, theirs in zip(received, expected, strict=True):
         assert ours.rank_images == theirs.rank_images and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance
         assert set(ours.imbalance) == {"image_imbalance", "image_imbalance_before"}
-        for own, other in zip(ours.microbatches, theirs.microbatches, strict=True):
-            assert own.task_meta == other.task_meta
+        for background, foreground in zip(ours.microbatches, theirs.microbatches, strict=True):
+            assert background.task_meta == foreground.task_meta
             for module in ALTERNATE.names:
-                pairs = (values_per_image(read_of(m, module)) for m in (own, other))
+                pairs = (values_per_image(read_of(m, module)) for m in (background, foreground))
                 assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))

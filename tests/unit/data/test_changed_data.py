@@ -120,8 +120,8 @@ def test_changed_data_is_rejected_unless_accepted(site, name, caplog):
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(state, accept=True, **options), 12)
     assert "allow_data_change" in caplog.text
-    seen = names(batches)
-    assert {n for n, _ in seen} == {"shown", "captions"}
+    observed = names(batches)
+    assert {n for n, _ in observed} == {"shown", "captions"}
     again = take(site.loader(batches[4].state, **options), 3)
     assert names(again) == names(batches[5:8])
 
@@ -174,8 +174,8 @@ def test_changed_weight_applies_to_later_samples(site):
     batches = take(site.loader(state, accept=True, first={"weight": 0.25}), 6)
     shown = [n for n, _ in names(batches)].count("shown")
     assert 0 < shown < 0.4 * len(names(batches))
-    drawn = [n for n, _ in names(batches[:1])]
-    assert "shown" in drawn, "earlier samples must not affect the new weights"
+    first_sources = [n for n, _ in names(batches[:1])]
+    assert "shown" in first_sources, "earlier samples must not affect the new weights"
 
 
 def test_state_without_content_resumes(site, caplog):

@@ -161,8 +161,8 @@ def test_chat_ids_match_transformers_template(
     sample = render(template, messages, tools, train_on="all")
     tokenizer = tokenizers[template]
     native_messages = with_native_arguments(messages, template)
-    whole = tokenizer.apply_chat_template(native_messages, tools=tools, return_dict=False)
-    assert TextEncoder(tokenizer, text_spec, 4096).encode(sample, []).ids == whole
+    full = tokenizer.apply_chat_template(native_messages, tools=tools, return_dict=False)
+    assert TextEncoder(tokenizer, text_spec, 4096).encode(sample, []).ids == full
 
 
 @pytest.mark.parametrize("template", ["smollm3", "tagged"])

@@ -127,8 +127,8 @@ def test_addresses_are_detected_and_joined():
     ],
 )
 def test_secrets_in_addresses_are_detected_and_hidden(address):
-    found = find_credential(address)
-    assert found is not None and found != "word"
+    actual = find_credential(address)
+    assert actual is not None and actual != "word"
     shown = redact_urls(f"cannot read {address}: no")
     assert "word" not in shown
     assert "host" in shown or "bucket" in shown

@@ -54,8 +54,8 @@ def first_sample(tmp_path, tokenizer):
     """Return a function that loads the first sample of identical videos with a caption."""
 
     def load(model, frames: int, **settings) -> Microbatch:
-        clip = encode_video(pictures(frames, 24, 16), fps=RATE)
-        path = write_parquet(tmp_path / "clips", [{"video": clip, "text": caption(1)}] * 4)
+        video = encode_video(pictures(frames, 24, 16), fps=RATE)
+        path = write_parquet(tmp_path / "clips", [{"video": video, "text": caption(1)}] * 4)
         loader = build_loader(
             data_config(
                 tmp_path,
@@ -92,11 +92,11 @@ def test_video_text_matches_hugging_face_processor(
     name: str, frames: int, first_sample, tokenizer
 ) -> None:
     sample = first_sample(build(tiny(name)), frames)
-    shown = sample_frame_indices(frames, frames / RATE, VIDEO, group=2)
+    frame_indices = sample_frame_indices(frames, frames / RATE, VIDEO, group=2)
     ((_, rows, columns), *remaining) = sample.encoders["vision"].grids_thw
-    assert 2 * (1 + len(remaining)) == len(shown) > 2
+    assert 2 * (1 + len(remaining)) == len(frame_indices) > 2
     expected: list[int] = []
-    text = text_of_processor(name, shown, rows, columns)
+    text = text_of_processor(name, frame_indices, rows, columns)
     for part in filter(None, re.split(r"(<\|\w+\|>|\[I\])", text)):
         is_marker = part in MARKERS
         expected += (
@@ -147,8 +147,8 @@ def test_frames_are_near_hugging_face_otherwise() -> None:
     metadata = VideoMetadata(total_num_frames=200, fps=25, duration=8)
     rule = SimpleNamespace(fps=2, max_duration=300)
     expected = Glm4vVideoProcessor.sample_frames(rule, metadata)
-    found = sample_frame_indices(200, 8.0, config, group=2)
-    assert np.abs(expected - found).max() == 1
+    actual = sample_frame_indices(200, 8.0, config, group=2)
+    assert np.abs(expected - actual).max() == 1
 
 
 def reference_patches(x_FCHW: Tensor, size: tuple[int, int]) -> Tensor:
@@ -175,8 +175,8 @@ def test_video_patches_match_hugging_face_processor(
     spec = replace(PICTURE, splits_clips=True, processor={**PICTURE.processor, "size": size})
     config = VideoConfig(fps=1.0, min_frames=1, max_pixels=max_pixels)
     medium = VideoMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
-    clip = encode_video(pictures(frames, width, height), fps=1)
-    parts = medium.parts(VideoFile(clip, max_pixels=width * height))
+    video = encode_video(pictures(frames, width, height), fps=1)
+    parts = medium.parts(VideoFile(video, max_pixels=width * height))
     even = frames // 2 * 2
     expected_size = smart_resize(even, height, width, 2, 8, min_pixels, max_pixels)
     assert resized == (expected_size != (height, width))
@@ -190,9 +190,9 @@ def test_video_patches_match_hugging_face_processor(
             for number, part in enumerate(parts)
         ]
     )
-    found = to_model_inputs(stored, medium.byte_values)
+    actual = to_model_inputs(stored, medium.byte_values)
     expected = reference_patches(x_FCHW, expected_size).numpy()
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     # Pillow and torch round differently when they resize, by at most 1 of 256 values.
     allowed = 1.001 / 255 / min(OPENAI_CLIP_STD) if resized else 1e-5
-    assert np.abs(found - expected).max() <= allowed
+    assert np.abs(actual - expected).max() <= allowed

@@ -172,9 +172,9 @@ def open_loader(tmp_path, tokenizer, text_spec):
 
 def errors_and_samples(loader):
     """Return the errors of the first two epochs, and the indices of samples with targets."""
-    found, good = [], set()
+    results, good = [], set()
     for batch in islice(loader, 3 * GOOD):
-        found += batch.skipped
+        results += batch.skipped
         for microbatch in batch.microbatches:
             ends = microbatch.cu_seqlens[1:]
             for sample, begin, end in zip(
@@ -182,7 +182,7 @@ def errors_and_samples(loader):
             ):
                 if (microbatch.targets_T[begin:end] >= 0).any():
                     good.add(sample.index)
-    return found, good
+    return results, good
 
 
 def assert_costs_one(loader, reason, where="", index=BAD, good=GOOD - 1):
@@ -334,9 +334,9 @@ def test_changed_source_files_cost_their_samples(form, change, tmp_path, open_lo
         os.truncate(file, 40 if form != "webdataset" else 3 * 1024)
     if change == "rewritten":
         file.write_bytes(b"x" * size)
-    found, good = errors_and_samples(loader)
-    assert len(found) == (GOOD if change != "truncated" else GOOD - len(good))
-    assert all(str(file) in message for message in found)
+    actual, good = errors_and_samples(loader)
+    assert len(actual) == (GOOD if change != "truncated" else GOOD - len(good))
+    assert all(str(file) in message for message in actual)
 
 
 # Tar files
@@ -380,9 +380,9 @@ def damage_shard(tmp_path):
 
 
 def check_damaged_shard(loader):
-    found, good = errors_and_samples(loader)
-    assert sorted(m.partition("[")[2][:1] for m in found) == ["2", "3"], found
-    assert all("damage" in m and "a.tar" in m for m in found)
+    results, good = errors_and_samples(loader)
+    assert sorted(m.partition("[")[2][:1] for m in results) == ["2", "3"], results
+    assert all("damage" in m and "a.tar" in m for m in results)
     assert good == {0, 1, 4, 5}
 
 

@@ -183,9 +183,11 @@ def test_loader_without_encoders_is_text_only(make, text_spec):
 def test_two_epochs_have_each_sample_twice(make, tmp_path):
     source = SourceConfig(path=str(tmp_path / "captions"), name="c")
     loader = make(sources=[source], global_batch_size=1, packing_buffer_size=1)
-    drawn = [s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples]
-    assert len(drawn) > 46
-    counts = np.bincount(drawn[:46], minlength=23)
+    sample_indices = [
+        s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples
+    ]
+    assert len(sample_indices) > 46
+    counts = np.bincount(sample_indices[:46], minlength=23)
     # A single open pack preserves the order of the stream, so two epochs are the first 46 samples.
     assert (counts == 2).all()
 
@@ -243,15 +245,15 @@ def test_epoch_counts_trained_samples(make, tmp_path, streaming):
 def test_chain_state_is_state_of_last_batch(make, workers, prefetch):
     expected = take(make(), 6)
     loader = make(workers=workers, prefetch=prefetch)
-    for batch, wanted in zip(take(loader, 3), expected, strict=False):
-        assert content(batch) == content(wanted) and batch.state == wanted.state
+    for batch, reference in zip(take(loader, 3), expected, strict=False):
+        assert content(batch) == content(reference) and batch.state == reference.state
     assert len(take(loader, 2)) == 2  # The chain still has steps of the unfinished pass.
     steps = loader._steps
     steps.reset(steps.state_dict())
-    for wanted in expected[2:]:
+    for reference in expected[2:]:
         plan, decoded = next(steps)
-        assert [m.meta for m in decoded.microbatches] == [m.meta for m in wanted.microbatches]
-        assert plan.state == steps.state_dict() == wanted.state
+        assert [m.meta for m in decoded.microbatches] == [m.meta for m in reference.microbatches]
+        assert plan.state == steps.state_dict() == reference.state
         assert repr(plan.state) in repr(steps._chain.state_dict())  # Nested, by node.
 
 

@@ -64,8 +64,8 @@ def sources(batch):
 
 def test_epochs_limit_use_of_sources(make):
     batches = take(make(a={"epochs": 3.0}, b={"epochs": 0.5}), 10)
-    drawn = [name for batch in batches for name in names(batch)][:50]
-    counts = Counter(drawn)
+    samples = [name for batch in batches for name in names(batch)][:50]
+    counts = Counter(samples)
     of_a = [counts["a", i] for i in range(10)]
     of_b = [counts["b", i] for i in range(40)]
     # 30 samples of 10 and 20 of 40. Packing changes the order slightly.
@@ -88,12 +88,12 @@ def test_mixture_stages_change_and_resume_exactly(make, streaming):
 
 
 def test_mixture_stages_are_independent_of_ranks(make):
-    alone = take(make(stages=STAGES), 9)
+    single = take(make(stages=STAGES), 9)
     pairs = [take(make(stages=STAGES, ranks=(rank, 2)), 9) for rank in (0, 1)]
-    assert [names(b) for b in alone] == [names(x) + names(y) for x, y in zip(*pairs, strict=True)]
-    resumed = [take(make(alone[4].state, stages=STAGES, ranks=(rank, 2)), 4) for rank in (0, 1)]
+    assert [names(b) for b in single] == [names(x) + names(y) for x, y in zip(*pairs, strict=True)]
+    resumed = [take(make(single[4].state, stages=STAGES, ranks=(rank, 2)), 4) for rank in (0, 1)]
     assert [names(x) + names(y) for x, y in zip(*resumed, strict=True)] == list(
-        map(names, alone[5:])
+        map(names, single[5:])
     )
 
 

@@ -39,8 +39,8 @@ def take(mixture, count):
 
 
 def test_epochs_have_all_samples_in_different_order():
-    drawn = indices(feed(count=50), 150)
-    epochs = [drawn[i : i + 50] for i in (0, 50, 100)]
+    sample_indices = indices(feed(count=50), 150)
+    epochs = [sample_indices[i : i + 50] for i in (0, 50, 100)]
     assert all(sorted(e) == list(range(50)) for e in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
 
@@ -68,18 +68,18 @@ def test_large_source_is_shuffled_in_shard_blocks(monkeypatch, limits):
     low, high = limits.get("min_tokens", 1), limits.get("max_tokens", 10)
     usable = [i for i in range(1000) if i not in corrupt and low <= tokens[i] <= high]
     assert a_feed.size == len(usable)
-    drawn = a_feed.samples(0, 2 * len(usable))
+    samples = a_feed.samples(0, 2 * len(usable))
     for epoch in (0, 1):
-        part = drawn.indices_N[epoch * len(usable) : (epoch + 1) * len(usable)]
+        part = samples.indices_N[epoch * len(usable) : (epoch + 1) * len(usable)]
         assert sorted(part) == usable
         # 100 consecutive samples are from the few shards of one or two blocks.
         assert len(set((part[:100] // 32).tolist())) <= 10 < len(set((part // 32).tolist()))
-    assert drawn.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
-    assert (drawn.tokens_N == tokens[drawn.indices_N]).all()
+    assert samples.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
+    assert (samples.tokens_N == tokens[samples.indices_N]).all()
     for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
         assert (
             feed(**options).samples(start, 30).sample_keys()
-            == drawn.sample_keys()[start : start + 30]
+            == samples.sample_keys()[start : start + 30]
         )
 
 
@@ -109,17 +109,17 @@ def test_mixture_matches_stride_scheduling(weights):
 
 def test_mixture_matches_weights_in_every_window():
     mixture = Mixture([feed(0), feed(1), feed(2)], [MixtureStage([3.0, 1.0, 0.5])])
-    drawn = [f for f, _, _ in take(mixture, 900)]
+    feeds = [f for f, _, _ in take(mixture, 900)]
     for start in range(0, 900, 90):
-        counts = Counter(drawn[start : start + 90])
+        counts = Counter(feeds[start : start + 90])
         assert abs(counts[0] - 60) <= 2 and abs(counts[1] - 20) <= 1 and abs(counts[2] - 10) <= 1
 
 
 def test_mixture_of_one_epoch_has_each_sample_once():
     feeds = [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)]
-    drawn = take(Mixture(feeds, [MixtureStage([1.0, 1.0])]), 1000)
-    assert [f for f, _, _ in drawn] == turns([1.0, 1.0], [5, 20], 1000)
-    assert len(set(drawn)) == 25
+    samples = take(Mixture(feeds, [MixtureStage([1.0, 1.0])]), 1000)
+    assert [f for f, _, _ in samples] == turns([1.0, 1.0], [5, 20], 1000)
+    assert len(set(samples)) == 25
 
 
 def test_mixture_resumes_at_any_position():

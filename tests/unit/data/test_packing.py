@@ -59,17 +59,19 @@ def test_packer_matches_reference(max_open, max_tiles):
         time = len(packs) // 100
         packer.close_older(time - 3)
         part = slice(len(packs), len(packs) + int(rng.integers(1, 200)))
-        taken = packer.add(tokens[part], tiles[part], max_closed=len(packer.closed) + 5, now=time)
+        assigned = packer.add(
+            tokens[part], tiles[part], max_closed=len(packer.closed) + 5, now=time
+        )
         reference.close_older(time - 3)
-        for i in range(part.start, part.start + len(taken)):
+        for i in range(part.start, part.start + len(assigned)):
             reference.add(i, int(tokens[i]), int(tiles[i]), time)
-        packs = np.append(packs, taken)
+        packs = np.append(packs, assigned)
         chosen, starts = group_by_sequence(packs, np.array(packer.open))
-        found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-        assert found == [p["names"] for p in reference.open]
+        actual = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+        assert actual == [p["names"] for p in reference.open]
     chosen, starts = group_by_sequence(packs, np.array(packer.closed))
-    found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-    assert found == reference.closed
+    actual = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+    assert actual == reference.closed
 
 
 def test_packer_stops_after_requested_packs():

@@ -40,16 +40,16 @@ def read_all(path, streaming):
     """Return the text of each row, or its error message."""
     config = SourceConfig(path=str(path.parent))
     if streaming:
-        found = list(iter(open_stream("set", config).next, None))
+        results = list(iter(open_stream("set", config).next, None))
     else:
         source = open_map_source(config)
-        found = []
+        results = []
         for index in range(len(source)):
             try:
-                found.append(source.read(index))
+                results.append(source.read(index))
             except CorruptSampleError as error:
-                found.append(error)
-    return [str(f) if isinstance(f, CorruptSampleError) else f.columns["text"] for f in found]
+                results.append(error)
+    return [str(f) if isinstance(f, CorruptSampleError) else f.columns["text"] for f in results]
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
@@ -57,9 +57,9 @@ def test_damaged_row_group_costs_its_rows(file, streaming):
     texts = [row["text"] for row in caption_rows(ROWS)]
     assert read_all(file, streaming) == texts
     overwrite_images(file, 1)
-    found = read_all(file, streaming)
-    assert found[:GROUP] == texts[:GROUP] and found[2 * GROUP :] == texts[2 * GROUP :]
-    for row, message in enumerate(found[GROUP : 2 * GROUP], GROUP):
+    actual = read_all(file, streaming)
+    assert actual[:GROUP] == texts[:GROUP] and actual[2 * GROUP :] == texts[2 * GROUP :]
+    for row, message in enumerate(actual[GROUP : 2 * GROUP], GROUP):
         assert message.startswith(f"{file} row {row}: row group 1: ")
 
 

@@ -56,10 +56,10 @@ def test_patches_match_processor_in_row_order(spec: ImageSpec, size: tuple[int, 
     expected = expected_patches(spec, noise_image(*size))
     grid = ours.grid(*size)
     assert max(expected) == (grid.rows - 1, grid.columns - 1)
-    found = ours.pixels(noise_image(*size)).reshape(grid.rows, grid.columns, -1)
-    assert ours.blank(*size).shape == (grid.rows * grid.columns, found.shape[-1])
+    actual = ours.pixels(noise_image(*size)).reshape(grid.rows, grid.columns, -1)
+    assert ours.blank(*size).shape == (grid.rows * grid.columns, actual.shape[-1])
     for place, values in expected.items():
-        np.testing.assert_array_equal(found[place], values)
+        np.testing.assert_array_equal(actual[place], values)
 
 
 def test_images_less_than_one_pixel_wide_are_corrupt() -> None:

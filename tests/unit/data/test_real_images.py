@@ -106,8 +106,8 @@ def test_real_images_match_hugging_face_processor(family, real_data):
         outputs = theirs(images=[image], return_tensors="np")
         pixels = outputs["pixel_values"]
         meta = ours.meta(*read_size(data, MAX_PIXELS))
-        found = ours.pixels(image)
-        np.testing.assert_array_equal(found, pixels.reshape(found.shape))
+        actual = ours.pixels(image)
+        np.testing.assert_array_equal(actual, pixels.reshape(actual.shape))
         if family.startswith("qwen"):
             grid = outputs["image_grid_thw"][0]
             assert meta.patches == int(np.prod(grid))

@@ -43,12 +43,12 @@ def parts(columns, root=None):
 @pytest.mark.parametrize("name", CASES)
 def test_published_record_matches_torchmm_format(read, name):
     case = CASES[name]
-    found, expected = read(copy.deepcopy(case.record)), read(torchmm_record(case))
-    assert found.text.ids == expected.text.ids
-    assert found.text.loss == expected.text.loss
-    assert found.text.image_starts == expected.text.image_starts
-    assert found.images == expected.images
-    assert found.files == expected.files == [FILES[name] for name in case.images]
+    actual, expected = read(copy.deepcopy(case.record)), read(torchmm_record(case))
+    assert actual.text.ids == expected.text.ids
+    assert actual.text.loss == expected.text.loss
+    assert actual.text.image_starts == expected.text.image_starts
+    assert actual.images == expected.images
+    assert actual.files == expected.files == [FILES[name] for name in case.images]
 
 
 def test_comparison_detects_moved_image_and_speaker(read):
@@ -97,8 +97,8 @@ def test_trl_prompt_completion_is_caption_with_prompt(reader, root):
     """Compare with TRL's dataset_formats: standard prompt-completion."""
     published = Record({"prompt": "The sky is", "completion": " blue.", "image": FIRST}, root)
     reference = Record({"image": FIRST, "text": " blue."}, root, SampleOptions(prompt="The sky is"))
-    found, expected = reader.read(published), reader.read(reference)
-    assert (found.text, found.files) == (expected.text, expected.files)
+    actual, expected = reader.read(published), reader.read(reference)
+    assert (actual.text, actual.files) == (expected.text, expected.files)
     assert parse({"prompt": "The sky is", "completion": " blue."}) == (
         TextSegment("The sky is", False),
         TextSegment(" blue.", True),
@@ -106,8 +106,8 @@ def test_trl_prompt_completion_is_caption_with_prompt(reader, root):
 
 
 def test_placeholder_of_prompt_keeps_its_position(root):
-    found = parse({"prompt": "a <image> b", "completion": "c", "images": [FIRST]}, root)
-    assert [type(s).__name__ for s in found] == ["TextSegment", "ImageSegment"] + [
+    actual = parse({"prompt": "a <image> b", "completion": "c", "images": [FIRST]}, root)
+    assert [type(s).__name__ for s in actual] == ["TextSegment", "ImageSegment"] + [
         "TextSegment"
     ] * 2
 
@@ -248,11 +248,11 @@ AUDIO_BASE64 = base64.b64encode(b"RIFF").decode()
 )
 def test_image_notations_in_message_are_read(root, part, expected):
     content = [part, {"type": "text", "text": "What?"}]
-    found = parts({"messages": [message("user", content)]}, root)
+    actual = parts({"messages": [message("user", content)]}, root)
     image = (
         ImageSegment(FILES[FIRST]) if expected == "data" else ImageSegment(None, f"{root}/{FIRST}")
     )
-    assert found == [image, "What?"]
+    assert actual == [image, "What?"]
 
 
 @pytest.mark.parametrize("host", ["", "localhost"])
@@ -311,8 +311,8 @@ def test_placeholder_text_without_files_stays_text(read):
 
 
 def test_caption_with_several_images_is_read(root):
-    found = parse({"images": [FIRST, SECOND], "text": "two"}, root)
-    assert [type(s).__name__ for s in found] == ["ImageSegment", "ImageSegment", "TextSegment"]
+    actual = parse({"images": [FIRST, SECOND], "text": "two"}, root)
+    assert [type(s).__name__ for s in actual] == ["ImageSegment", "ImageSegment", "TextSegment"]
 
 
 # Tools in ShareGPT
@@ -329,7 +329,7 @@ def test_sharegpt_tool_calls_become_calls_and_results():
         say("gpt", "Three."),
     ]
     tools = '[{"name": "tall"}, {"name": "wide"}]'
-    found = conversation({"conversations": entries, "tools": tools})
+    actual = conversation({"conversations": entries, "tools": tools})
     messages = [
         message("user", "How large?"),
         {
@@ -340,9 +340,9 @@ def test_sharegpt_tool_calls_become_calls_and_results():
         message("assistant", "Three."),
     ]
     expected = conversation({"messages": messages, "tools": tools})
-    assert found == expected
-    assert [len(turn.tool_calls) for turn in found.turns] == [0, 2, 0, 0]
-    assert [tool["function"]["name"] for tool in found.tools] == ["tall", "wide"]
+    assert actual == expected
+    assert [len(turn.tool_calls) for turn in actual.turns] == [0, 2, 0, 0]
+    assert [tool["function"]["name"] for tool in actual.tools] == ["tall", "wide"]
 
 
 def test_assistant_messages_of_prompt_are_not_in_loss(read, tokenizer):

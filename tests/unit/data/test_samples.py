@@ -143,8 +143,8 @@ def test_missing_image_file_is_corrupt(tmp_path):
 def test_limit_images_truncates_before_extra_image():
     images = [ImageSegment(data=bytes([i])) for i in range(3)]
     sample = Sample((images[0], text("a"), images[1], images[2], text("b")), add_bos=False)
-    kept = Sample((images[0], text("a")), add_bos=False, add_eos=False)
-    assert limit_images(sample, 1) == (kept, 2)
+    retained = Sample((images[0], text("a")), add_bos=False, add_eos=False)
+    assert limit_images(sample, 1) == (retained, 2)
     assert limit_images(sample, 3) == (sample, 0)
 
 
@@ -155,8 +155,8 @@ def test_assign_encoders_rejects_unread_evidence():
         assign_encoders(Sample((image, audio, text("what is said"))), readers)
     after = assign_encoders(Sample((image, text("a"), audio)), readers)
     assert after.segments == (replace(image, encoder="vision"), text("a"))
-    alone = assign_encoders(Sample((image, text("a"))), {"image": [], "audio": []})
-    assert alone.segments == (text("a"),)
+    single = assign_encoders(Sample((image, text("a"))), {"image": [], "audio": []})
+    assert single.segments == (text("a"),)
 
 
 # Limit

@@ -40,9 +40,9 @@ def make(tmp_path, tokenizer, text_spec):
         {"images": [f"{n}.png", None, f"{n + 1}.png", None], "texts": [None, "one", None, "two"]}
         for n in range(10, 16, 2)
     ]
-    drawn = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
+    target_images = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
     read = write_jsonl(tmp_path / "a.jsonl", captions + documents)
-    write = write_jsonl(tmp_path / "b.jsonl", drawn)
+    write = write_jsonl(tmp_path / "b.jsonl", target_images)
     sources = [
         SourceConfig(path=str(read), name="a"),
         SourceConfig(path=str(write), name="b", target_image_column="image"),
@@ -78,28 +78,37 @@ def truncate_images(tmp_path) -> None:
         file.write_bytes(file.read_bytes()[:-700])
 
 
-def assert_equal(found: Microbatch, wanted: Microbatch) -> None:
+def assert_equal(actual: Microbatch, expected: Microbatch) -> None:
     """Check that two microbatches are equal, except for pixels that were not decoded."""
     for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
-        assert torch.equal(getattr(found, key), getattr(wanted, key)), key
-    assert found.cu_seqlens == wanted.cu_seqlens and found.meta == wanted.meta
-    assert found.encoders.keys() == wanted.encoders.keys()
-    for name, whole in wanted.encoders.items():
-        own = found.encoders[name]
-        assert torch.equal(own.positions_K, whole.positions_K)
-        assert (own.grids_thw, own.tile_regions) == (whole.grids_thw, whole.tile_regions)
-        images = range(len(whole.grids_thw)) if own.local_images is None else own.local_images
-        assert torch.equal(own.pixels, pixels_of(whole, images))
-    if wanted.generator is not None:
-        assert found.generator is not None
+        assert torch.equal(getattr(actual, key), getattr(expected, key)), key
+    assert actual.cu_seqlens == expected.cu_seqlens and actual.meta == expected.meta
+    assert actual.encoders.keys() == expected.encoders.keys()
+    for name, full in expected.encoders.items():
+        encoder_inputs = actual.encoders[name]
+        assert torch.equal(encoder_inputs.positions_K, full.positions_K)
+        assert (encoder_inputs.grids_thw, encoder_inputs.tile_regions) == (
+            full.grids_thw,
+            full.tile_regions,
+        )
+        images = (
+            range(len(full.grids_thw))
+            if encoder_inputs.local_images is None
+            else encoder_inputs.local_images
+        )
+        assert torch.equal(encoder_inputs.pixels, pixels_of(full, images))
+    if expected.generator is not None:
+        assert actual.generator is not None
         for key in ("times", "grids_thw", "contexts", "counted"):
-            assert getattr(found.generator, key) == getattr(wanted.generator, key), key
-        places = found.generator.context_positions_K
-        assert torch.equal(places, wanted.generator.context_positions_K)
-        held = found.generator.local_images
-        for image in range(len(found.generator.grids_thw)) if held is None else held:
+            assert getattr(actual.generator, key) == getattr(expected.generator, key), key
+        places = actual.generator.context_positions_K
+        assert torch.equal(places, expected.generator.context_positions_K)
+        local_images = actual.generator.local_images
+        for image in (
+            range(len(actual.generator.grids_thw)) if local_images is None else local_images
+        ):
             one = range(image, image + 1)
-            ours, theirs = found.generator.select(one), wanted.generator.select(one)
+            ours, theirs = actual.generator.select(one), expected.generator.select(one)
             assert torch.equal(ours.patches_PV, theirs.patches_PV)
             assert torch.equal(ours.noise_PV, theirs.noise_PV)
 
@@ -115,46 +124,48 @@ def images_in(batch: StepBatch) -> int:
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX], ids=["fixed", "patches"])
 def test_ranks_share_images_of_step(make, spec):
-    whole = first(make(ALL, spec))
+    full = first(make(ALL, spec))
     halves = [first(make(reads, spec)) for reads in HALVES]
     for half in halves:
-        for found, wanted in zip(half.microbatches, whole.microbatches, strict=True):
-            assert_equal(found, wanted)
-    for number, microbatch in enumerate(whole.microbatches):
+        for actual, expected in zip(half.microbatches, full.microbatches, strict=True):
+            assert_equal(actual, expected)
+    for number, microbatch in enumerate(full.microbatches):
         inputs = [half.microbatches[number] for half in halves]
         held = [image for m in inputs for image in m.encoders["vision"].local_images]
         assert held == list(range(len(microbatch.encoders["vision"].grids_thw)))
     counts = [half.decoded_media for half in halves]
-    assert sum(counts) == images_in(whole) == whole.decoded_media and min(counts) > 0
+    assert sum(counts) == images_in(full) == full.decoded_media and min(counts) > 0
     full_counts = [first(make(ALL, spec)).decoded_media for _ in halves]
-    assert sum(full_counts) == 2 * images_in(whole), "the counter does not depend on the rank"
+    assert sum(full_counts) == 2 * images_in(full), "the counter does not depend on the rank"
 
 
 def test_ranks_without_pixels_open_no_files(make, tmp_path):
-    whole = first(make(ALL))
+    full = first(make(ALL))
     for file in tmp_path.glob("*.png"):
         file.unlink()
-    found = first(make(NOTHING))
-    assert not found.corrupt and found.decoded_media == 0
-    for own, wanted in zip(found.microbatches, whole.microbatches, strict=True):
-        assert_equal(own, wanted)
-        assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)
-    assert 0 < found.read_bytes < whole.read_bytes
+    actual = first(make(NOTHING))
+    assert not actual.corrupt and actual.decoded_media == 0
+    for actual_microbatch, expected in zip(actual.microbatches, full.microbatches, strict=True):
+        assert_equal(actual_microbatch, expected)
+        assert actual_microbatch.encoders["vision"].pixels.shape == (0, 3, 16, 16)
+    assert 0 < actual.read_bytes < full.read_bytes
     assert len(first(make(HALVES[0])).corrupt) > 0, "the files still exist"
 
 
 def test_context_parallel_ranks_share_images(make):
     """Check two ranks for each half of every sequence."""
-    whole = first(make(ALL))
+    full = first(make(ALL))
     reads = [
         DecodeAssignment({"vision": RankShare(part, 2)}, RankShare(context, 2))
         for context in range(2)
         for part in range(2)
     ]
     batches = [first(make(own)) for own in reads]
-    for number, microbatch in enumerate(whole.microbatches):
-        held = [i for b in batches for i in b.microbatches[number].encoders["vision"].local_images]
-        assert sorted(held) == list(range(len(microbatch.encoders["vision"].grids_thw)))
+    for number, microbatch in enumerate(full.microbatches):
+        local_images = [
+            i for b in batches for i in b.microbatches[number].encoders["vision"].local_images
+        ]
+        assert sorted(local_images) == list(range(len(microbatch.encoders["vision"].grids_thw)))
 
 
 @pytest.mark.parametrize(
@@ -165,30 +176,30 @@ def test_all_ranks_blank_the_same_sample(make, tmp_path, spec, positions):
     truncate_images(tmp_path)
     loaders = [make(reads, spec, positions) for reads in (ALL, *HALVES, NOTHING)]
     batches = [first(loader) for loader in loaders]
-    whole, *halves, without = batches
-    assert not without.corrupt and {name[0] for name in whole.corrupt} == {"a", "b"}
-    assert all(set() < half.corrupt.keys() < whole.corrupt.keys() for half in halves)
-    torn = {name: why for half in halves for name, why in half.corrupt.items()}
-    assert torn == whole.corrupt
+    full, *halves, without = batches
+    assert not without.corrupt and {name[0] for name in full.corrupt} == {"a", "b"}
+    assert all(set() < half.corrupt.keys() < full.corrupt.keys() for half in halves)
+    corrupt = {name: why for half in halves for name, why in half.corrupt.items()}
+    assert corrupt == full.corrupt
     settled = [
-        loader.mask_corrupt(batch, torn) for loader, batch in zip(loaders, batches, strict=True)
+        loader.mask_corrupt(batch, corrupt) for loader, batch in zip(loaders, batches, strict=True)
     ]
     for batch in settled:
-        assert sorted(batch.skipped) == sorted(f"{name}: {why}" for name, why in torn.items())
-        for found, wanted in zip(batch.microbatches, settled[0].microbatches, strict=True):
-            assert_equal(found, wanted)
+        assert sorted(batch.skipped) == sorted(f"{name}: {why}" for name, why in corrupt.items())
+        for actual, expected in zip(batch.microbatches, settled[0].microbatches, strict=True):
+            assert_equal(actual, expected)
     counts = [sum(m.target_count for m in b.microbatches) for b in (clean, settled[0])]
     assert counts[0] > counts[1] > 0
-    drawn = [sum(m.generated_count for m in b.microbatches) for b in (clean, settled[0])]
-    assert drawn[0] > drawn[1] > 0
+    target_counts = [sum(m.generated_count for m in b.microbatches) for b in (clean, settled[0])]
+    assert target_counts[0] > target_counts[1] > 0
     metas = [[m.meta for m in batch.microbatches] for batch in (clean, *settled)]
-    assert all(own == metas[0] for own in metas)
+    assert all(rank_metas == metas[0] for rank_metas in metas)
 
 
 def test_unreported_corrupt_sample_differs_between_ranks(make, tmp_path):
     truncate_images(tmp_path)
-    whole, without = first(make(ALL)), first(make(NOTHING))
-    counts = [sum(m.target_count for m in b.microbatches) for b in (whole, without)]
+    full, without = first(make(ALL)), first(make(NOTHING))
+    counts = [sum(m.target_count for m in b.microbatches) for b in (full, without)]
     assert counts[0] < counts[1]
 
 
@@ -197,7 +208,7 @@ def test_settled_batch_equals_batch_with_corruption(make, tmp_path):
     loader = make(ALL, QWEN, "mrope")
     clean = first(loader)
     truncate_images(tmp_path)
-    torn = first(make(ALL, QWEN, "mrope"))
-    settled = loader.mask_corrupt(clean, torn.corrupt)
-    for found, wanted in zip(settled.microbatches, torn.microbatches, strict=True):
-        assert_equal(found, wanted)
+    corrupt = first(make(ALL, QWEN, "mrope"))
+    settled = loader.mask_corrupt(clean, corrupt.corrupt)
+    for actual, expected in zip(settled.microbatches, corrupt.microbatches, strict=True):
+        assert_equal(actual, expected)

@@ -108,13 +108,13 @@ def test_streamed_images_are_balanced(site, arrange):
     make = partial(site.loader, sources=sources, arrange=arrange)
     plain = [batches_of(make(None, rank), 4) for rank in range(2)]
     shared = [batches_of(make(address, rank, balance=ALTERNATE), 4) for rank in range(2)]
-    alone = [batches_of(make(None, rank, balance=ALTERNATE), 4) for rank in range(2)]
-    steps = [zip(*batches, strict=True) for batches in (shared, alone, plain)]
+    single = [batches_of(make(None, rank, balance=ALTERNATE), 4) for rank in range(2)]
+    steps = [zip(*batches, strict=True) for batches in (shared, single, plain)]
     for ours, separate, theirs in zip(*steps, strict=True):
         assert_same_work(ours, theirs)
-        for shared_batch, alone_batch, expected in zip(ours, separate, theirs, strict=True):
-            assert shared_batch.rank_images == alone_batch.rank_images
-            assert shared_batch.state == alone_batch.state == expected.state
+        for shared_batch, separate_batch, expected in zip(ours, separate, theirs, strict=True):
+            assert shared_batch.rank_images == separate_batch.rank_images
+            assert shared_batch.state == separate_batch.state == expected.state
     homes = [
         (rank, home)
         for rank, batches in enumerate(shared)
@@ -134,9 +134,9 @@ def test_shared_reader_reads_validation_streams(site):
     address = site.start()
     for _ in range(2):  # every validation starts from the first record
         for rank in range(2):
-            own = take(site.loader(None, rank, validation=True), 99)
-            assert take(site.loader(address, rank, validation=True), 99) == own
-            assert len(own) < 99
+            expected = take(site.loader(None, rank, validation=True), 99)
+            assert take(site.loader(address, rank, validation=True), 99) == expected
+            assert len(expected) < 99
 
 
 def test_late_rank_receives_same_batches(site):
@@ -171,12 +171,12 @@ def test_shared_reader_reads_each_record_once(site, monkeypatch):
 def test_items_without_records_cannot_be_decoded(site):
     """Check that a rank cannot decode a plan without records."""
     address = site.start()
-    found = find_samples(site.data(), training(), streams=address, **site.specs)
+    actual = find_samples(site.data(), training(), streams=address, **site.specs)
     request = StepRequest(START_DIGEST, None, False, [0, 1], records=False)
-    part = found.request(request)
+    part = actual.request(request)
     assert all(item.record is None for pack in part.packs.values() for item in pack)
     with pytest.raises(AssertionError):
-        found.decoder.decode([list(part.packs.values())])
+        actual.decoder.decode([list(part.packs.values())])
 
 
 def test_data_error_is_reported_to_every_rank(site):

@@ -37,7 +37,7 @@ def test_adjacent_positions_are_spread(count):
     """Check by chi square that 512 adjacent positions spread over 16 bins, for several keys."""
     for key in range(8):
         bins = permute_indices(np.arange(512), count, key) * 16 // count
-        found = np.bincount(bins, minlength=16)
-        assert ((found - 32) ** 2 / 32).sum() < 45  # 15: 37.7 at 0.1 %
+        actual = np.bincount(bins, minlength=16)
+        assert ((actual - 32) ** 2 / 32).sum() < 45  # 15: 37.7 at 0.1 %
     steps = np.diff(permute_indices(np.arange(count), count, 3))
     assert Counter(steps.tolist()).most_common(1)[0][1] < 12, "no fixed distance"

@@ -402,16 +402,16 @@ def test_files_of_another_directory_are_read(streaming, tmp_path):
     (records / "train.json").write_text(json.dumps([*rows, {"image": "../1.png", "text": "c"}]))
     config = SourceConfig(path=str(records / "train.json"), files=str(images), streaming=streaming)
     if streaming:
-        found = list(iter(open_stream("a", config, str(tmp_path / "cache")).next, None))
+        actual = list(iter(open_stream("a", config, str(tmp_path / "cache")).next, None))
     else:
         source = open_map_source(config, str(tmp_path / "cache"))
-        found = [source.read(index) for index in range(len(source))]
+        actual = [source.read(index) for index in range(len(source))]
     paths = [
-        file_segment("image", record.columns["image"], record.root).path for record in found[:2]
+        file_segment("image", record.columns["image"], record.root).path for record in actual[:2]
     ]
     assert paths == [str(images / "1.png")] * 2
     with pytest.raises(CorruptSampleError, match="set `files` of the source"):
-        file_segment("image", found[2].columns["image"], found[2].root)
+        file_segment("image", actual[2].columns["image"], actual[2].root)
 
 
 def test_missing_directory_of_files_raises(tmp_path):

@@ -119,11 +119,11 @@ def processed(name: str, tokenizer: Any, waves: list[np.ndarray], text: str) -> 
     settings = {"sampling_rate": RATE, "return_tensors": "pt"}
     if name == "qwen2_audio":
         processor = Qwen2AudioProcessor(extractor(), tokenizer)
-        found = processor(text=[text], audio=waves, **settings)
+        results = processor(text=[text], audio=waves, **settings)
     else:
         processor = AudioFlamingo3Processor(extractor(), tokenizer)
-        found = processor(text=[text], audio=waves, **settings)
-    return {key: value for key, value in found.items() if key != "attention_mask"}
+        results = processor(text=[text], audio=waves, **settings)
+    return {key: value for key, value in results.items() if key != "attention_mask"}
 
 
 def voxtral_processed(tokenizer: Any, waves: list[np.ndarray], text: str) -> dict[str, Any]:
@@ -240,9 +240,9 @@ def test_audio_matches_hugging_face_tokens_and_frames(name: str, samples: int) -
     mels_NFM = theirs["input_features"].mT
     masks = theirs.get(MASKS.get(name, ""), torch.ones(len(mels_NFM), FRAMES))
     expected = patches_of(name, mels_NFM, masks.sum(1).int().tolist())
-    found = torch.from_numpy(medium.pixels(data, meta))
-    assert torch.equal(found, expected)
-    assert medium.blank(meta).shape == found.shape
+    actual = torch.from_numpy(medium.pixels(data, meta))
+    assert torch.equal(actual, expected)
+    assert medium.blank(meta).shape == actual.shape
     longest = 32_000 if name == "qwen2_audio" else samples
     assert meta.duration_ms == round(min(samples, longest) / 16)
 
@@ -272,11 +272,11 @@ def test_published_chunks_have_published_token_counts() -> None:
     config = {**COMPOSITES["voxtral"]["audio_config"], "max_source_positions": 1500}
     model = build(ModelConfig(config={**COMPOSITES["voxtral"], "audio_config": config}))
     medium = AudioPreprocessor(model.image_specs()["audio"])
-    found = [
+    actual = [
         medium.meta(wave_file(np.zeros(samples, np.float32))).tokens
         for samples in (1, 160, 7000, 479_999, 480_000, 480_001, 1_000_000)
     ]
-    assert found == [375, 375, 375, 375, 375, 750, 1125]
+    assert actual == [375, 375, 375, 375, 375, 750, 1125]
 
 
 def test_audio_in_chats_is_numbered_like_qwen2_audio() -> None:
@@ -302,12 +302,12 @@ def test_audio_in_chats_is_numbered_like_qwen2_audio() -> None:
         ]
         theirs.append({"role": role, "content": content if audio_indices else parts[0]})
     record = Record({"messages": turns}, None, SampleOptions(), "chats[0]")
-    found = reader.read(record)
+    actual = reader.read(record)
     processor = Qwen2AudioProcessor(extractor(), tokenizer)
     text = processor.apply_chat_template(theirs, tokenize=False)
     assert "Audio 3: " in text
     waves = [wave(number) for number in range(3)]
     expected = processor(text=[text], audio=waves, sampling_rate=RATE, return_tensors="pt")
-    assert found.text.ids == expected["input_ids"][0].tolist()
-    loss_ids = [i for i, loss in zip(found.text.ids, found.text.loss, strict=True) if loss]
+    assert actual.text.ids == expected["input_ids"][0].tolist()
+    loss_ids = [i for i, loss in zip(actual.text.ids, actual.text.loss, strict=True) if loss]
     assert tokenizer.decode(loss_ids) == "the red one<|im_end|>two<|im_end|>"

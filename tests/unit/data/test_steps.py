@@ -94,13 +94,13 @@ def max_delay(delay, packing_buffer_size, batch):
     changes = {"global_batch_size": batch, "packing_max_wait_steps": delay}
     steps = sequence(sizes=sizes, packing_buffer_size=packing_buffer_size, **changes)
     order = mixture(sizes)
-    drawn_in, late = {}, []
+    drawn_at, delays = {}, []
     for number, step in enumerate(islice(steps, 60), 1):
         while sum(order.taken) < sum(feed["draws"] for feed in step.state["feeds"].values()):
             order.peek()
-            drawn_in[order.take(1).sample_keys()[0]] = number
-        late += [number - drawn_in.pop(name) for pack in packs(step) for name in pack]
-    return max([*late, *(60 - number for number in drawn_in.values())])
+            drawn_at[order.take(1).sample_keys()[0]] = number
+        delays += [number - drawn_at.pop(name) for pack in packs(step) for name in pack]
+    return max([*delays, *(60 - number for number in drawn_at.values())])
 
 
 @pytest.mark.parametrize(("packing_buffer_size", "batch"), [(5, 8), (16, 4)])

@@ -51,11 +51,11 @@ def test_stored_pixels_match_processor(case):
     assert ours.byte_values is not None and ours._fixed._resizes == resizes
     assert ours.stored_pixels(next(noise_images())).dtype == np.uint8
     for preprocessor in (ours, copy.deepcopy(ours)):
-        for picture in noise_images():
-            theirs = ours.processor(images=[picture], return_tensors="np")["pixel_values"][0]
-            found = preprocessor.pixels(picture)
-            assert found.dtype == np.float32 and found.flags.c_contiguous
-            assert np.array_equal(found, theirs)
+        for image in noise_images():
+            theirs = ours.processor(images=[image], return_tensors="np")["pixel_values"][0]
+            actual = preprocessor.pixels(image)
+            assert actual.dtype == np.float32 and actual.flags.c_contiguous
+            assert np.array_equal(actual, theirs)
 
 
 def fixed(changed):
@@ -82,8 +82,8 @@ def fixed(changed):
 def test_processor_without_value_table_is_not_tabulated(changed):
     ours, run = fixed(changed)
     assert ours.byte_values is None
-    for picture in noise_images():
-        assert np.array_equal(ours(picture), run(picture))
+    for image in noise_images():
+        assert np.array_equal(ours(image), run(image))
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_pixels_are_stored_as_bytes(spec):
     ours = ImagePreprocessor(spec)
     theirs = ImagePreprocessor(spec)
     theirs.byte_values = None  # the values of the processor
-    for picture in noise_images(least=16):
-        stored = ours.stored_pixels(picture)
-        assert stored.dtype == np.uint8 and theirs.stored_pixels(picture).dtype == np.float32
-        assert np.array_equal(ours.pixels(picture), theirs.pixels(picture))
+    for image in noise_images(least=16):
+        stored_pixels = ours.stored_pixels(image)
+        assert stored_pixels.dtype == np.uint8 and theirs.stored_pixels(image).dtype == np.float32
+        assert np.array_equal(ours.pixels(image), theirs.pixels(image))
     other = copy.deepcopy(ours)
     assert other.byte_values == ours.byte_values
-    other.byte_values.table_C256[1, stored.flat[0]] += 1
+    other.byte_values.table_C256[1, stored_pixels.flat[0]] += 1
     assert other.byte_values != ours.byte_values
 
 

@@ -96,8 +96,8 @@ def test_arrays_and_csv_match_standard_libraries(read):
         table = io.StringIO(newline="")
         writer = csv.writer(table, quoting=rng.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
         writer.writerows([["a", "b", "c"], *cells])
-        found = [list(row.values()) for row in read("a.csv", table.getvalue())]
-        assert found == [[cell or None for cell in row] for row in cells]
+        actual = [list(row.values()) for row in read("a.csv", table.getvalue())]
+        assert actual == [[cell or None for cell in row] for row in cells]
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_arrays_and_csv_match_standard_libraries(read):
     ],
 )
 def test_array_element_that_is_not_object_is_corrupt(read, text, valid, reason):
-    found = read("a.json", text)
-    corrupt = [str(item) for item in found if isinstance(item, CorruptSampleError)]
-    assert len(found) - len(corrupt) == valid and len(corrupt) == 1
+    actual = read("a.json", text)
+    corrupt = [str(item) for item in actual if isinstance(item, CorruptSampleError)]
+    assert len(actual) - len(corrupt) == valid and len(corrupt) == 1
     assert reason in corrupt[0]
 
 
@@ -142,8 +142,8 @@ def test_csv_delimiter_follows_first_row(read, name, head):
 
 
 def test_unclosed_quote_is_corrupt(read):
-    found = read("a.csv", 'image,text\n1.png,one\n2.png,"two\n3.png,three\n')
-    assert found[0]["text"] == "one" and len(found) == 2
+    actual = read("a.csv", 'image,text\n1.png,one\n2.png,"two\n3.png,three\n')
+    assert actual[0]["text"] == "one" and len(actual) == 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

@@ -85,8 +85,8 @@ def processed(family, processor, settings, number):
     image = decode_rgb(png(*IMAGE_SIZES[number], number), 10**6)
     text = "<s>" + WRITTEN.get(family, "<image>") + CAPTIONS[number] + "</s>"
     inputs = processor(images=[image], text=text, return_tensors="pt", **settings)
-    kept = ("input_ids", "pixel_values", "token_type_ids", "image_sizes")
-    return {name: value for name, value in inputs.items() if name in kept}
+    retained = ("input_ids", "pixel_values", "token_type_ids", "image_sizes")
+    return {name: value for name, value in inputs.items() if name in retained}
 
 
 SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
@@ -183,7 +183,7 @@ def test_tiles_can_be_in_different_sub_microbatches(family, changes, open_run) -
         inputs = microbatch.encoders["vision"].values()
         if changes:
             assert inputs.tile_regions is not None and any(
-                kept.downsample for kept in inputs.tile_regions
+                retained.downsample for retained in inputs.tile_regions
             )
         encoder = model.encoders["vision"]
         features = encoder(inputs)

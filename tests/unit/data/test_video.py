@@ -50,27 +50,27 @@ def make_video(count: int, fps: int = 10, suffix: str = "mp4", **size: int) -> b
 
 @pytest.mark.parametrize("suffix", VIDEO_FORMATS)
 def test_decoded_frames_match_written_frames(suffix: str) -> None:
-    clip = VideoFile(make_video(20, suffix=suffix), PIXELS)
-    assert (clip.frames, clip.width_px, clip.height_px) == (20, 48, 32)
-    assert clip.duration_s == pytest.approx(2.0, abs=0.02)
-    assert clip.frame_time_s(5) == pytest.approx(0.5, abs=0.01)
-    found = [gray_value(image) for image in clip.select([3, 4, 19]).images()]
+    video = VideoFile(make_video(20, suffix=suffix), PIXELS)
+    assert (video.frames, video.width_px, video.height_px) == (20, 48, 32)
+    assert video.duration_s == pytest.approx(2.0, abs=0.02)
+    assert video.frame_time_s(5) == pytest.approx(0.5, abs=0.01)
+    actual = [gray_value(image) for image in video.select([3, 4, 19]).images()]
     expected = [gray_value(image) for image in pictures(20)]
     tolerance = 40 if suffix == "gif" else 5  # 256 colors
-    assert np.abs(np.subtract(found, [expected[i] for i in (3, 4, 19)])).max() < tolerance
+    assert np.abs(np.subtract(actual, [expected[i] for i in (3, 4, 19)])).max() < tolerance
 
 
 def test_seeking_decodes_same_frames_as_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     options = VIDEO_FORMATS["mp4"]._replace(options={"g": "30", "preset": "veryfast"})
     monkeypatch.setitem(VIDEO_FORMATS, "mp4", options)
     data = make_video(400)
-    clip, frames = VideoFile(data, PIXELS), [0, 7, 150, 151, 290, 399]
-    assert len(clip._keys) > 10
-    assert clip._keyframe_before(clip._times[0], clip._times[150]) > clip._times[100]
-    seeking = [np.asarray(image) for image in clip.decode(frames)]
+    video, frames = VideoFile(data, PIXELS), [0, 7, 150, 151, 290, 399]
+    assert len(video._keys) > 10
+    assert video._keyframe_before(video._times[0], video._times[150]) > video._times[100]
+    seeking = [np.asarray(image) for image in video.decode(frames)]
     monkeypatch.setattr(VideoFile, "_keyframe_before", lambda *_: -1)
     assert all(
-        (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(frames), strict=True)
+        (a == np.asarray(b)).all() for a, b in zip(seeking, video.decode(frames), strict=True)
     )
 
 
@@ -80,9 +80,9 @@ def test_rotated_video_is_upright() -> None:
     clockwise = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 32 << 16, 0, 0x40000000)
     assert data.count(matrix) == 2  # of the movie and of the track
     at = data.rindex(matrix)
-    clip = VideoFile(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
-    assert (clip.width_px, clip.height_px) == (32, 48)
-    top, bottom = (np.asarray(clip.decode([0])[0])[row, 16].mean() for row in (4, 44))
+    video = VideoFile(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
+    assert (video.width_px, video.height_px) == (32, 48)
+    top, bottom = (np.asarray(video.decode([0])[0])[row, 16].mean() for row in (4, 44))
     assert top > 200 > 100 > bottom  # left became top
 
 
@@ -108,10 +108,10 @@ def test_invalid_video_is_corrupt(tmp_path: Path) -> None:
 
 
 def test_video_that_ends_early_is_corrupt() -> None:
-    clip = VideoFile(make_video(20), PIXELS)
-    clip._times[-1] += 10_000
+    video = VideoFile(make_video(20), PIXELS)
+    video._times[-1] += 10_000
     with pytest.raises(CorruptSampleError, match="ends before one of its 20 expected frames"):
-        clip.decode([3, 19])
+        video.decode([3, 19])
 
 
 def test_sampled_frames_are_evenly_spaced() -> None:
@@ -142,35 +142,35 @@ def test_patches_span_two_frames() -> None:
     meta = medium.parts(VideoFile(make_video(5, fps=2, width=24, height=16), PIXELS))[0].meta
     assert (meta.frames, meta.patches, meta.tokens, meta.duration_ms) == (2, 48, 12, 2500)
     assert medium.grid_thw(meta) == (2, 4, 6) and medium.token_grid(meta) == (2, 2, 3)
-    found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
-    assert found.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
+    actual = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
+    assert actual.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
     single = [ImagePreprocessor(QWEN).stored_pixels(image) for image in images]
-    halves = found.reshape(2, 24, 3, 2, 16)
+    halves = actual.reshape(2, 24, 3, 2, 16)
     for frame, source in enumerate([0, 1, 2, 2]):  # the last frame is repeated
         expected = single[source].reshape(24, 3, 2, 16)[:, :, 0]
         assert (halves[frame // 2, :, :, frame % 2] == expected).all()
 
 
 def test_frames_with_times_become_images() -> None:
-    clip = VideoFile(make_video(20), PIXELS)
-    parts = media(CLIP).parts(clip)
+    video = VideoFile(make_video(20), PIXELS)
+    parts = media(CLIP).parts(video)
     assert [part.before for part in parts] == [
         f"<{t} seconds>" for t in ("0.0", "0.5", "1.0", "1.5")
     ]
     assert {(p.meta.frames, p.meta.tokens, p.meta.duration_ms) for p in parts} == {(1, 4, 500)}
     assert media(CLIP).pixels(parts[1].file, parts[1].meta).shape == (3, 16, 16)
-    assert {part.before for part in media(CLIP, timestamps=False).parts(clip)} == {""}
-    single = ImagePreprocessor(CLIP).stored_pixels(clip.decode([10])[0])
+    assert {part.before for part in media(CLIP, timestamps=False).parts(video)} == {""}
+    single = ImagePreprocessor(CLIP).stored_pixels(video.decode([10])[0])
     assert (media(CLIP).pixels(parts[2].file, parts[2].meta) == single).all()
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
 def test_pixel_budget_reduces_frames_or_size(spec: ImageSpec) -> None:
-    clip = VideoFile(make_video(20), PIXELS)
+    video = VideoFile(make_video(20), PIXELS)
     sizes = []
     for max_pixels in (100_000, 1024):
         medium = media(spec, max_pixels=max_pixels, fps=4.0)
-        parts = medium.parts(clip)
+        parts = medium.parts(video)
         for part in parts:
             assert medium.pixels(part.file, part.meta).shape == medium.blank(part.meta).shape
         group = 2 if spec is QWEN else 1
@@ -241,10 +241,10 @@ def load(tmp_path, tokenizer, text_spec):
 def rows(count: int) -> list[dict]:
     samples = []
     for i in range(count):
-        clip = make_video(6 + 3 * i, fps=6, suffix=("mp4", "webm", "gif")[i % 3])
+        video = make_video(6 + 3 * i, fps=6, suffix=("mp4", "webm", "gif")[i % 3])
         samples.append(
             {
-                "video": clip if i % 4 else None,
+                "video": video if i % 4 else None,
                 "image": png(16, 24, i) if i % 4 == 3 else None,
                 "text": caption(i),
             }
@@ -331,12 +331,12 @@ def test_video_folders_and_webdatasets_are_read(load, tmp_path) -> None:
 
 
 def test_dropped_frames_are_counted() -> None:
-    clip = VideoFile(make_video(20, fps=10), PIXELS)  # 2 s
-    assert media(CLIP, fps=10, max_frames=64).count_dropped_frames(clip) == 0
-    assert media(CLIP, fps=10, max_frames=6).count_dropped_frames(clip) == 14
+    video = VideoFile(make_video(20, fps=10), PIXELS)  # 2 s
+    assert media(CLIP, fps=10, max_frames=64).count_dropped_frames(video) == 0
+    assert media(CLIP, fps=10, max_frames=6).count_dropped_frames(video) == 14
     assert (
-        media(CLIP, fps=100, max_frames=6).count_dropped_frames(clip) == 14
+        media(CLIP, fps=100, max_frames=6).count_dropped_frames(video) == 14
     )  # of 20 frames in the file
-    frame_px = media(CLIP).parts(clip)[0].meta.patches * CLIP.patch_size_px**2
-    assert media(CLIP, fps=10, max_pixels=3 * frame_px).count_dropped_frames(clip) == 17
-    assert media(QWEN, fps=10, max_pixels=1).count_dropped_frames(clip) == 0  # smaller frames
+    frame_px = media(CLIP).parts(video)[0].meta.patches * CLIP.patch_size_px**2
+    assert media(CLIP, fps=10, max_pixels=3 * frame_px).count_dropped_frames(video) == 17
+    assert media(QWEN, fps=10, max_pixels=1).count_dropped_frames(video) == 0  # smaller frames

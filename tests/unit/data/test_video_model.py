@@ -93,20 +93,22 @@ def hf_inputs(model, microbatch: Microbatch) -> list[dict]:
     glm = model.composite.model_type in GLM
     for (start, stop), meta in segments:
         ids = microbatch.input_ids_T[None, start:stop]
-        kinds = glm_token_types(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-        sample: dict = {"input_ids": ids, "mm_token_type_ids": kinds}
+        token_types = (
+            glm_token_types(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        )
+        sample: dict = {"input_ids": ids, "mm_token_type_ids": token_types}
         for image in meta.images:
-            own = inputs.select(range(at, at + 1))
-            grid = torch.tensor(own.grids_thw)
+            image_inputs = inputs.select(range(at, at + 1))
+            grid = torch.tensor(image_inputs.grids_thw)
             at += 1
             if image.duration_ms:
                 seconds = torch.tensor([image.duration_ms / 1000 / image.frames])
-                more = {"pixel_values_videos": own.pixels, "video_grid_thw": grid}
+                more = {"pixel_values_videos": image_inputs.pixels, "video_grid_thw": grid}
                 more |= {"second_per_grid_ts": seconds}
                 before = {key: sample[key] for key in more if key in sample}
                 sample |= {k: torch.cat([before[k], v]) if before else v for k, v in more.items()}
             else:
-                sample |= {"pixel_values": own.pixels, "image_grid_thw": grid}
+                sample |= {"pixel_values": image_inputs.pixels, "image_grid_thw": grid}
         samples.append(sample)
     return samples
 
@@ -165,10 +167,10 @@ def replace_videos_with_images(sample: dict) -> None:
         return
     kinds = sample["mm_token_type_ids"]
     groups, rows, columns = sample.pop("video_grid_thw")[0].tolist()
-    clip = sample.pop("pixel_values_videos"), torch.tensor([[1, rows, columns]] * groups)
+    video = sample.pop("pixel_values_videos"), torch.tensor([[1, rows, columns]] * groups)
     image = sample["pixel_values"], sample["image_grid_thw"]
     image_first = (kinds == 1).nonzero()[0, 1] < (kinds == 2).nonzero()[0, 1]
-    ordered = (image, clip) if image_first else (clip, image)
+    ordered = (image, video) if image_first else (video, image)
     pixels, grids = zip(*ordered, strict=True)
     sample |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
     sample["mm_token_type_ids"] = kinds.clamp(max=1)
@@ -204,16 +206,18 @@ def test_videos_match_hugging_face_loss_and_gradients(load, name: str) -> None:
         videos += sum(i.duration_ms > 0 for i in microbatch.meta.images_of_encoder("vision"))
         logits = []
         for number, sample in enumerate(samples):
-            alone = single(microbatch, number)
-            if alone.encoders:
-                assert torch.equal(expected_positions(plain, sample), alone.position_ids)
+            separate = single(microbatch, number)
+            if separate.encoders:
+                assert torch.equal(expected_positions(plain, sample), separate.position_ids)
             if name != "qwen2_5_vl":
                 sample.pop("second_per_grid_ts", None)
             if name in GLM:
                 replace_videos_with_images(sample)
             logits.append(plain(**sample, use_cache=False).logits[0])
-            expected_loss = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
-            assert relative_error(model(alone), expected_loss) < 1e-5
+            expected_loss = functional.cross_entropy(
+                logits[-1], separate.targets_T, reduction="sum"
+            )
+            assert relative_error(model(separate), expected_loss) < 1e-5
         targets = microbatch.targets_T[: microbatch.meta.used_tokens]
         expected = functional.cross_entropy(torch.cat(logits), targets, reduction="sum")
         loss = model(microbatch)

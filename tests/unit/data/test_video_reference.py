@@ -36,8 +36,8 @@ UNCHANGED, RESIZED = [(5, 24, 16), (6, 16, 32)], [(7, 50, 22), (4, 10, 30), (3, 
 
 def reference_frames(frames: int, rate: float) -> list[int]:
     """Return the indices of the sampled frames."""
-    most = min(CONFIG.max_frames, frames) // 2 * 2
-    count = int(min(max(frames / rate * CONFIG.fps, CONFIG.min_frames), most) // 2 * 2)
+    limit = min(CONFIG.max_frames, frames) // 2 * 2
+    count = int(min(max(frames / rate * CONFIG.fps, CONFIG.min_frames), limit) // 2 * 2)
     return torch.arange(0, frames, frames / count).int().tolist()
 
 
@@ -66,8 +66,8 @@ def noise(frames: int, width: int, height: int) -> Tensor:
 
 def test_sampled_frames_match_reference() -> None:
     for frames, rate in RATES:
-        found = sample_frame_indices(frames, frames / rate, CONFIG, group=2)
-        assert found == reference_frames(frames, rate)
+        actual = sample_frame_indices(frames, frames / rate, CONFIG, group=2)
+        assert actual == reference_frames(frames, rate)
 
 
 @pytest.mark.parametrize("shape", [*UNCHANGED, *RESIZED], ids=str)
@@ -79,12 +79,12 @@ def test_video_patches_match_reference(shape: tuple[int, int, int]) -> None:
     frames = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
     medium = VideoMedia(preprocessor, CONFIG, TextSpec(64, 63))
     stored = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
-    found = to_model_inputs(stored, medium.byte_values)
+    actual = to_model_inputs(stored, medium.byte_values)
     expected = reference_patches(x_FCHW).numpy()
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     # Pillow and torch round differently when they resize, by at most 1 of 256 values.
     tolerance = 1.001 / 255 / min(OPENAI_CLIP_STD) if shape in RESIZED else 1e-5
-    assert np.abs(found - expected).max() <= tolerance
+    assert np.abs(actual - expected).max() <= tolerance
 
 
 def test_reference_matches_hugging_face() -> None:

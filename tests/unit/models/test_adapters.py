@@ -83,9 +83,9 @@ def test_llm_adapters_of_all_layers_match_merged_weights(family: str, method: st
     """Check that no forward pass uses a weight without its adapter."""
     config = text_config(family)
     model = build(config, a={"modules": ["llm"], "rank": 2, "alpha": 1.0, "method": method})
-    found = logits(model)
-    assert relative_error(found, logits(without_adapters(config, model))) < 3 * EXACT
-    assert relative_error(found, logits(without_adapters(config, model, added=False))) > 1e-3
+    actual = logits(model)
+    assert relative_error(actual, logits(without_adapters(config, model))) < 3 * EXACT
+    assert relative_error(actual, logits(without_adapters(config, model, added=False))) > 1e-3
 
 
 @pytest.mark.parametrize("family", list(ENCODERS))
@@ -120,11 +120,11 @@ def test_peft_loads_adapter_files_with_equal_gradients(method: str, tmp_path: Pa
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm", attn_implementation="eager")
     theirs = PeftModel.from_pretrained(base, tmp_path / "mine", is_trainable=True)
     batch = microbatch([9])
-    ids, kept = batch.input_ids_T[None], batch.target_positions_L
-    found = theirs(ids, use_cache=False).logits[0, kept]
-    ours = model.llm.logits(batch, {}, kept)
-    assert relative_error(ours, found) < EXACT
-    found.square().sum().backward()
+    ids, retained = batch.input_ids_T[None], batch.target_positions_L
+    actual = theirs(ids, use_cache=False).logits[0, retained]
+    ours = model.llm.logits(batch, {}, retained)
+    assert relative_error(ours, actual) < EXACT
+    actual.square().sum().backward()
     ours.square().sum().backward()
     gradients = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     compared = 0
@@ -266,8 +266,8 @@ def test_peft_settings_without_effect_load(settings, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm", attn_implementation="eager")
     theirs = PeftModel.from_pretrained(base, source)
     batch = microbatch([9])
-    found = theirs(batch.input_ids_T[None], use_cache=False).logits[0, batch.target_positions_L]
-    assert relative_error(model.llm.logits(batch, {}, batch.target_positions_L), found) < EXACT
+    actual = theirs(batch.input_ids_T[None], use_cache=False).logits[0, batch.target_positions_L]
+    assert relative_error(model.llm.logits(batch, {}, batch.target_positions_L), actual) < EXACT
 
 
 def test_every_peft_setting_has_rule() -> None:
@@ -308,8 +308,8 @@ def test_adapters_of_modules_have_separate_directories(tmp_path: Path) -> None:
     sections = {"one": {"modules": ["llm"]}, "two": {"modules": ["eye"], "targets": ["q_proj"]}}
     save_adapters(build(config, **sections), tmp_path / "separate")
     save_adapters(build(config, all={"modules": ["llm", "eye"]}), tmp_path / "joint")
-    found = sorted(str(f.parent.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
-    assert found == ["joint/all/eye", "joint/all/llm", "separate/one", "separate/two"]
+    actual = sorted(str(f.parent.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
+    assert actual == ["joint/all/eye", "joint/all/llm", "separate/one", "separate/two"]
 
 
 def test_only_adapters_of_their_modules_are_trained() -> None:

@@ -35,8 +35,8 @@ def reference_attention(
         scores = softcap * torch.tanh(scores / softcap)
     for i in range(scores.shape[-2]):
         for j in range(scores.shape[-1]):
-            together = blocks is not None and blocks[i] == blocks[j] >= 0
-            if (causal and j > i and not together) or (window and i - j >= window):
+            joint = blocks is not None and blocks[i] == blocks[j] >= 0
+            if (causal and j > i and not joint) or (window and i - j >= window):
                 scores[..., i, j] = -torch.inf
     return scores.softmax(-1) @ v.double()
 
@@ -153,9 +153,9 @@ def test_capped_attention_matches_packed_attention(causal: bool) -> None:
     capped = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, causal, 0, None)
     kernel, _ = torch.ops.torchmm.packed_attention(*inputs, starts, 0.3, causal)
     assert relative_error(capped, kernel) < 1e-6
-    found = torch.autograd.grad(capped.sin().sum(), inputs)
+    actual = torch.autograd.grad(capped.sin().sum(), inputs)
     for grad, expected_grad in zip(
-        found, torch.autograd.grad(kernel.sin().sum(), inputs), strict=True
+        actual, torch.autograd.grad(kernel.sin().sum(), inputs), strict=True
     ):
         assert relative_error(grad, expected_grad) < 1e-6
     opposite_mask = torch.ops.torchmm.capped_attention(
@@ -188,11 +188,11 @@ def test_attention_supports_narrow_values_and_sinks(sinks: bool, window: int) ->
         weights = scores.softmax(-1)[..., : len(at)]
         parts.append((weights @ v[0, :, start:stop].repeat_interleave(2, 0)).transpose(0, 1))
     expected = torch.cat(parts)[None]
-    wanted = [q, k, v, *([sinks_H] if sinks else [])]
+    reference = [q, k, v, *([sinks_H] if sinks else [])]
     assert relative_error(out, expected) < 1e-12
-    grads = torch.autograd.grad(out.sin().sum(), wanted)
+    grads = torch.autograd.grad(out.sin().sum(), reference)
     for grad, expected_grad in zip(
-        grads, torch.autograd.grad(expected.sin().sum(), wanted), strict=True
+        grads, torch.autograd.grad(expected.sin().sum(), reference), strict=True
     ):
         assert relative_error(grad, expected_grad) < 1e-12
 

@@ -40,10 +40,10 @@ def test_chunked_loss_matches_full_logits(name: str) -> None:
         batch.position_ids = batch.position_ids.expand(3, -1)
     head = model.llm.head
     expected = loss_and_gradients(model, batch, 0)
-    found = loss_and_gradients(model, batch, 6)
+    actual = loss_and_gradients(model, batch, 6)
     assert model.llm.head is head
-    assert found.keys() == expected.keys()
-    worst = {k: relative_error(found[k], v) for k, v in expected.items() if v.norm() > 1e-6}
+    assert actual.keys() == expected.keys()
+    worst = {k: relative_error(actual[k], v) for k, v in expected.items() if v.norm() > 1e-6}
     assert {k: e for k, e in worst.items() if e > 1e-5} == {}
     # Without gradients nothing is summed, and the result is the same.
     with torch.no_grad():
@@ -83,9 +83,9 @@ def test_frozen_inputs_of_chunked_loss_have_no_gradient(weight: bool, rows: bool
     assert relative_error(loss, expected) < 1e-6
     assert loss.requires_grad == (weight or rows)
     if loss.requires_grad:
-        wanted = [t for t in (head.weight, rows_LD) if t.requires_grad]
-        found = torch.autograd.grad(loss, wanted)
-        for ours, theirs in zip(found, torch.autograd.grad(expected, wanted), strict=True):
+        reference = [t for t in (head.weight, rows_LD) if t.requires_grad]
+        actual = torch.autograd.grad(loss, reference)
+        for ours, theirs in zip(actual, torch.autograd.grad(expected, reference), strict=True):
             assert relative_error(ours, theirs) < 1e-5
 
 
@@ -111,14 +111,14 @@ def test_half_precision_chunked_loss_is_accurate(rows: int) -> None:
     """Check errors relative to float64. A factor rounded to half precision would be off by 4e-3."""
     head, rows_LD, targets_L = parts(torch.bfloat16, rows)
     factor = 1 / 771
-    wanted = [head.weight, rows_LD]
-    exact = [t.detach().double().requires_grad_() for t in wanted]
+    reference = [head.weight, rows_LD]
+    exact = [t.detach().double().requires_grad_() for t in reference]
     loss = functional.cross_entropy(exact[1] @ exact[0].T, targets_L, reduction="sum")
     right = torch.autograd.grad(loss * factor, exact)
     at_once = functional.cross_entropy(head(rows_LD).float(), targets_L, reduction="sum")
-    full_grads = torch.autograd.grad(at_once * factor, wanted)
-    found = torch.autograd.grad(in_chunks(head, rows_LD, targets_L, 100) * factor, wanted)
-    for ours, theirs, expected in zip(found, full_grads, right, strict=True):
+    full_grads = torch.autograd.grad(at_once * factor, reference)
+    actual = torch.autograd.grad(in_chunks(head, rows_LD, targets_L, 100) * factor, reference)
+    for ours, theirs, expected in zip(actual, full_grads, right, strict=True):
         assert ours.dtype == torch.bfloat16
         assert relative_error(ours.double(), expected) < 2 * relative_error(
             theirs.double(), expected
@@ -163,6 +163,6 @@ def test_default_chunks_only_large_sharded_vocabulary() -> None:
         config = llm | {key: changes[key] for key in changes if key != "chunked_loss"}
         model: dict = {"llm": {"config": config}, "chunked_loss": changes.get("chunked_loss")}
         recipe = Recipe.model_validate({"name": "a", "model": model, "training": {"dtype": dtype}})
-        found = recipe_model(recipe).llm
-        assert (found.loss_chunk_targets, found.sharded_loss_chunk_targets) == rows
-        assert found.build_without_adapters().sharded_loss_chunk_targets == rows[1]
+        actual = recipe_model(recipe).llm
+        assert (actual.loss_chunk_targets, actual.sharded_loss_chunk_targets) == rows
+        assert actual.build_without_adapters().sharded_loss_chunk_targets == rows[1]

@@ -37,13 +37,13 @@ FAMILIES = [*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_FAMILIES]
 def configs_of(model_type: str) -> dict[type, PreTrainedConfig]:
     """Return the default config of a family and the configs of its components."""
     queue = [CONFIG_MAPPING[model_type]()]
-    found: dict[type, PreTrainedConfig] = {}
+    results: dict[type, PreTrainedConfig] = {}
     while queue:
         config = queue.pop()
-        found.setdefault(type(config), config)
+        results.setdefault(type(config), config)
         parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-        queue += [part for part in parts if type(part) not in found]
-    return found
+        queue += [part for part in parts if type(part) not in results]
+    return results
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -59,9 +59,11 @@ def test_delta_rule_matches_hugging_face_recurrence(lengths: list[int]) -> None:
     expected = recurrent_rule(inputs, lengths)
     assert relative_error(out, expected) < 1e-5
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad((out * weights).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
-    for name, a, b in zip(("query", "key", "value", "decay", "beta"), found, wanted, strict=True):
+    actual = torch.autograd.grad((out * weights).sum(), inputs)
+    reference = torch.autograd.grad((expected * weights).sum(), inputs)
+    for name, a, b in zip(
+        ("query", "key", "value", "decay", "beta"), actual, reference, strict=True
+    ):
         assert relative_error(a, b) < 1e-5, name
 
 
@@ -114,9 +116,9 @@ def errors_against_hugging_face(model: MultimodalModel) -> list[float]:
     expected.backward()
     backbone = model.llm.backbone
     decays = [n for n, _ in backbone.named_parameters() if n.endswith(("A_log", "dt_bias"))]
-    found = [backbone.get_parameter(name).grad for name in decays]
-    wanted = [plain.get_parameter(name).grad for name in decays]
-    decay_error = max(map(relative_error, found, wanted))
+    results = [backbone.get_parameter(name).grad for name in decays]
+    reference = [plain.get_parameter(name).grad for name in decays]
+    decay_error = max(map(relative_error, results, reference))
     for name in decays:
         backbone.get_parameter(name).requires_grad_(False)
     worst = worst_gradient(backbone, plain, lambda name: name)

@@ -110,14 +110,14 @@ def hf_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int
 def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
     """Return features of each audio file from an encoder whose input length is set to the file."""
     table = tower.embed_positions.weight
-    found = []
+    results = []
     for audio_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
         tower.config.max_source_positions = len(audio_PD)
         tower.embed_positions = nn.Embedding.from_pretrained(table[: len(audio_PD)])
         mels_MF = audio_PD.reshape(-1, tower.num_mel_bins).T
-        found.append(tower(mels_MF[None]).last_hidden_state[0])
+        results.append(tower(mels_MF[None]).last_hidden_state[0])
     tower.embed_positions = nn.Embedding.from_pretrained(table)
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def chunked_features(ear: Ear, tower: Any, inputs: EncoderInputs) -> Tensor:
@@ -129,18 +129,18 @@ def chunked_features(ear: Ear, tower: Any, inputs: EncoderInputs) -> Tensor:
         read = filled[:, : ear.chunk_frames]
         remaining = audio_PD[full_length:].reshape(-1, tower.num_mel_bins)
         audios.append(torch.cat([read.flatten(0, 1), remaining]))
-    found: list[Tensor] = []
-    handle = tower.ln_post.register_forward_hook(lambda *given: found.append(given[-1]))
+    results: list[Tensor] = []
+    handle = tower.ln_post.register_forward_hook(lambda *given: results.append(given[-1]))
     tower(torch.cat(audios).T, torch.tensor([len(audio) for audio in audios]))
     handle.remove()
-    return found[0]
+    return results[0]
 
 
 def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
     """Return features of all chunks in one call, with masked noise after each audio."""
-    mels, whole = tower.num_mel_bins, tower.max_source_positions
-    lengths = window_lengths(inputs.grids_thw, whole)
-    windows_NFM = torch.randn(len(lengths), 2 * whole + 1, mels)
+    mels, full = tower.num_mel_bins, tower.max_source_positions
+    lengths = window_lengths(inputs.grids_thw, full)
+    windows_NFM = torch.randn(len(lengths), 2 * full + 1, mels)
     for window_FM, patches in zip(windows_NFM, inputs.pixels.split(lengths), strict=True):
         frames = patches.view(len(patches), -1, mels)
         held_FM = torch.cat([frames[:, :2].flatten(0, 1), frames[-1, 2:]])
@@ -148,13 +148,13 @@ def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
     mels_NMF = windows_NFM[:, :-1].mT
     if family == "voxtral":
         return tower(mels_NMF).last_hidden_state.flatten(0, 1)
-    held = torch.arange(whole) < torch.tensor(lengths)[:, None]
+    is_audio = torch.arange(full) < torch.tensor(lengths)[:, None]
     if family == "qwen2_audio":
-        mask = torch.zeros(len(lengths), 1, 1, whole).masked_fill(~held[:, None, None], -1e30)
+        mask = torch.zeros(len(lengths), 1, 1, full).masked_fill(~is_audio[:, None, None], -1e30)
         hidden = tower(mels_NMF, attention_mask=mask).last_hidden_state
     else:
-        hidden = tower(mels_NMF, held.repeat_interleave(2, dim=1)).last_hidden_state
-    return torch.cat([own[: n // 2] for own, n in zip(hidden, lengths, strict=True)])
+        hidden = tower(mels_NMF, is_audio.repeat_interleave(2, dim=1)).last_hidden_state
+    return torch.cat([features[: n // 2] for features, n in zip(hidden, lengths, strict=True)])
 
 
 def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
@@ -170,13 +170,13 @@ def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
 
 def pixtral_features(tower: Any, inputs: EncoderInputs) -> Tensor:
     """Return features of a batch of images that are padded below and to the right."""
-    pictures = torch.zeros(len(inputs.grids_thw), 3, 16, 20)
+    images = torch.zeros(len(inputs.grids_thw), 3, 16, 20)
     sizes = [(4 * rows, 4 * columns) for _, rows, columns in inputs.grids_thw]
     each = inputs.pixels.split([prod(grid) for grid in inputs.grids_thw])
-    for picture, patches, (height, width) in zip(pictures, each, sizes, strict=True):
+    for image, patches, (height, width) in zip(images, each, sizes, strict=True):
         grid = patches.view(height // 4, width // 4, 3, 4, 4).permute(2, 0, 3, 1, 4)
-        picture[:, :height, :width] = grid.reshape(3, height, width)
-    return tower(pictures, sizes).last_hidden_state[0]
+        image[:, :height, :width] = grid.reshape(3, height, width)
+    return tower(images, sizes).last_hidden_state[0]
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:
@@ -221,8 +221,8 @@ def test_packed_images_and_audio_are_independent(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     packed = encoder(inputs)
-    alone = [encoder(inputs.select(range(i, i + 1))) for i in range(len(inputs.grids_thw))]
-    assert relative_error(packed, torch.cat(alone)) < 1e-5
+    single = [encoder(inputs.select(range(i, i + 1))) for i in range(len(inputs.grids_thw))]
+    assert relative_error(packed, torch.cat(single)) < 1e-5
 
 
 @proves("stages", ENCODERS)
@@ -230,27 +230,27 @@ def test_packed_images_and_audio_are_independent(family: str) -> None:
 def test_three_encoder_stages_match_full_encoder(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
-    whole = encoder(inputs)
-    weights = torch.randn_like(whole)
-    (whole * weights).sum().backward()
+    full = encoder(inputs)
+    weights = torch.randn_like(full)
+    (full * weights).sum().backward()
     stages = [encoder.rebuild() for _ in range(3)]
     reference = {n: p.grad for n, p in encoder.named_parameters()}
-    seen = set()
+    observed = set()
     hidden = None
     for index, stage in enumerate(stages):
         stage.reduce_to_stages([StageRange(index, index + 1, index == 0, index == 2)])
         stage.load_state_dict(encoder.state_dict(), strict=False, assign=True)
         for name, parameter in stage.named_parameters():
-            seen.add(name)
+            observed.add(name)
             parameter.grad = None
         hidden = stage(inputs, hidden)
     assert hidden is not None
-    assert relative_error(hidden, whole) < 1e-6
+    assert relative_error(hidden, full) < 1e-6
     (hidden * weights).sum().backward()
     for stage in stages:
         for name, parameter in stage.named_parameters():
             torch.testing.assert_close(parameter.grad, reference[name], rtol=1e-5, atol=1e-6)
-    assert seen == set(reference)
+    assert observed == set(reference)
 
 
 @pytest.mark.parametrize("family", list(GRIDS))

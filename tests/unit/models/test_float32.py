@@ -70,9 +70,9 @@ def source(tmp_path: Path) -> Path:
 
 def biases_in(directory: Path) -> dict[str, Tensor]:
     stored = load_file(directory / "model.safetensors")
-    found = {name: value for name, value in stored.items() if BIAS in name}
-    assert found and all(value.dtype == torch.float32 for value in found.values())
-    return found
+    results = {name: value for name, value in stored.items() if BIAS in name}
+    assert results and all(value.dtype == torch.float32 for value in results.values())
+    return results
 
 
 def load_model(source: Path) -> MultimodalModel:

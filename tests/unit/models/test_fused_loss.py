@@ -121,9 +121,9 @@ def test_fused_loss_runs_below_flop_counter(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
     expected = loss_and_gradient(logits_LV, targets_L)
     with FlopCounterMode(display=False):
-        found = loss_and_gradient(logits_LV, targets_L)
-    assert torch.allclose(found[0], expected[0], rtol=1e-6)
-    assert relative_error(found[1], expected[1]) < 1e-6
+        actual = loss_and_gradient(logits_LV, targets_L)
+    assert torch.allclose(actual[0], expected[0], rtol=1e-6)
+    assert relative_error(actual[1], expected[1]) < 1e-6
 
 
 @pytest.mark.slow
@@ -135,12 +135,12 @@ def test_fused_models_equal_eager_models(name, rows, fused_on_cpu):
     assert name in LLMS
     batch = microbatch([5, 9, 9, 4, 2])
 
-    found = loss_and_gradients(model, batch, rows)
+    actual = loss_and_gradients(model, batch, rows)
     assert counters["stats"]["unique_graphs"] == 2
     with patch.object(fused, "uses_fused_loss", uses_fused_loss):
         expected = loss_and_gradients(model, batch, rows)
-    assert found.keys() == expected.keys()
-    errors = {k: relative_error(found[k], v) for k, v in expected.items() if v.norm() > 1e-6}
+    assert actual.keys() == expected.keys()
+    errors = {k: relative_error(actual[k], v) for k, v in expected.items() if v.norm() > 1e-6}
     assert {k: e for k, e in errors.items() if e > 1e-5} == {}
 
 

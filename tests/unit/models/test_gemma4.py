@@ -29,9 +29,9 @@ def test_constants_of_files_affect_outputs(name: str) -> None:
     model = build(composite_config("gemma4"))
     batch, _ = two_samples_with_images("gemma4")
     before = model(batch)
-    found = [buffer for fqn, buffer in model.named_buffers() if fqn.endswith(name)]
-    assert found and all(buffer.isfinite().all() for buffer in found)
-    for buffer in found:
+    actual = [buffer for fqn, buffer in model.named_buffers() if fqn.endswith(name)]
+    assert actual and all(buffer.isfinite().all() for buffer in actual)
+    for buffer in actual:
         buffer.mul_(torch.linspace(0.5, 2.0, buffer.numel()))
     assert relative_error(model(batch), before) > 1e-5  # the tolerance of comparisons
 

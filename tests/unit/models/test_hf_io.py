@@ -158,9 +158,9 @@ def test_transposed_experts_are_read(tmp_path: Path) -> None:
     for name in stacked:
         weights[name] = weights[name].transpose(1, 2).contiguous()
     save_file(weights, tmp_path / "model.safetensors")
-    found = load(ModelConfig(source=str(tmp_path))).state_dict()
+    actual = load(ModelConfig(source=str(tmp_path))).state_dict()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
     weights[stacked[0]] = weights[stacked[0]].transpose(0, 1).contiguous()
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="has shape"):
@@ -200,8 +200,8 @@ def test_old_name_of_newline_is_read(tmp_path: Path) -> None:
     weights["image_newline"] = weights.pop(name)
     save_file(weights, tmp_path / "model.safetensors")
     model = load(ModelConfig(source=str(tmp_path)))
-    found = model.encoders["vision"].connector.image_newline
-    assert torch.equal(found, plain.model.image_newline)
+    actual = model.encoders["vision"].connector.image_newline
+    assert torch.equal(actual, plain.model.image_newline)
 
 
 def test_old_names_of_llava_weights_are_read(tmp_path: Path) -> None:
@@ -470,5 +470,5 @@ def test_download_progress_is_logged_in_megabytes(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     with caplog.at_level(logging.INFO, "torchmm"):
-        assert loading._directory("owner/model") == folder
+        assert loading._local_directory("owner/model") == folder
     assert "fetching owner/model: 4 MB, 0 s" in caplog.text

@@ -102,14 +102,14 @@ def test_threads_generate_values_of_one_seeded_generator() -> None:
     keys = [f"layer {i}" for i in range(12)]
     with ThreadPoolExecutor(4) as threads:
         copies = list(threads.map(lambda key: build_random_copy(layer, _Owner(), key), keys))
-    for key, found in zip(keys, copies, strict=True):
+    for key, actual in zip(keys, copies, strict=True):
         expected = copy.deepcopy(layer).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
             for linear in expected:
                 _Owner()._init_weights(linear)
         for name, value in expected.named_parameters():
-            assert torch.equal(found.get_parameter(name), value), f"{key}: {name}"
+            assert torch.equal(actual.get_parameter(name), value), f"{key}: {name}"
 
 
 @pytest.mark.parametrize("most_bytes", [1, 2**32])

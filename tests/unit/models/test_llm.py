@@ -174,9 +174,9 @@ def test_load_balancing_matches_hugging_face_gradients() -> None:
     loss.backward()
     expected.backward()
     assert worst_gradient(model.llm.backbone, plain, lambda name: name) < 1e-5
-    found = {n: p.grad.clone() for n, p in model.llm.named_parameters()}
+    actual = {n: p.grad.clone() for n, p in model.llm.named_parameters()}
     model.zero_grad()
     model.llm.balance.scale = 0.0
     (model(batch) / 20).backward()
     router = "backbone.model.layers.0.mlp.gate.weight"
-    assert relative_error(found[router], model.llm.get_parameter(router).grad) > 0.01
+    assert relative_error(actual[router], model.llm.get_parameter(router).grad) > 0.01

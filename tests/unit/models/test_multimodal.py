@@ -91,13 +91,13 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     generator = torch.Generator().manual_seed(5)
     has_grids = name.startswith(("qwen", "glm"))
     grids, pixels, tokens = two_images(name, generator)
-    kept = None
+    retained = None
     if name.startswith("llava_"):
-        kept = [TileRegion(0, 4, 0, 4, line_ends=1)] * 2
+        retained = [TileRegion(0, 4, 0, 4, line_ends=1)] * 2
         tokens = [17, 17]
     starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
-    images = {"vision": EncoderInputs(pixels, grids, positions, kept)}
+    images = {"vision": EncoderInputs(pixels, grids, positions, retained)}
     # Images of PaliGemma are in the prompt, before the first target.
     ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
     batch = microbatch(lengths, images, positions, ignored)
@@ -448,8 +448,8 @@ def test_frozen_modules_have_no_gradients() -> None:
 
 def test_all_problems_of_model_are_listed() -> None:
     qwen2 = {**LLMS["qwen2"], "num_attention_heads": 5, "attention_dropout": 0.1}
-    clip = EncoderConfig(config=ENCODERS["clip"], feature_layer=-9)
-    config = ModelConfig(llm=LlmConfig(config=qwen2), encoders={"eye": clip})
+    video = EncoderConfig(config=ENCODERS["clip"], feature_layer=-9)
+    config = ModelConfig(llm=LlmConfig(config=qwen2), encoders={"eye": video})
     with pytest.raises(ConfigError) as caught:
         build(config)
     text = str(caught.value)
@@ -526,11 +526,11 @@ def test_checkpoint_processor_determines_tiles(
     assert spec().tiles is None and spec("bare").tiles is None
     default_tiles = spec("hf").tiles
     assert (default_tiles is None) == (name == "gemma3")  # the Hugging Face default is off
-    for found in (spec("hf", **{switch: True}), spec(**{switch: True})):
-        assert found.tiles is not None
-        assert found.tiles.processor_class == f"{theirs}ImageProcessor"
-        assert found.tiles.processor[switch] is True
-        assert switch not in found.processor
+    for actual in (spec("hf", **{switch: True}), spec(**{switch: True})):
+        assert actual.tiles is not None
+        assert actual.tiles.processor_class == f"{theirs}ImageProcessor"
+        assert actual.tiles.processor[switch] is True
+        assert switch not in actual.processor
     single = spec("hf", **{switch: False})
     assert single.tiles is None
     assert single.processor_class.removesuffix("Pil") == f"{ours}ImageProcessor"

@@ -163,8 +163,8 @@ def test_omni_video_positions_match_hugging_face(name: str, seconds: float) -> N
         VisionBlock(2, groups, 2, 2, seconds, text.tokens_per_second),
         VisionBlock(ids.index(IMAGE_TOKEN_ID), 1, 2, 3),
     ]
-    found = mrope_positions(len(ids), blocks, text.clip_times)
-    assert torch.equal(torch.from_numpy(found).float(), expected[:, 0].float())
+    actual = mrope_positions(len(ids), blocks, text.clip_times)
+    assert torch.equal(torch.from_numpy(actual).float(), expected[:, 0].float())
 
 
 @proves("generation", COMPOSITES)

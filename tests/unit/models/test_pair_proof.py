@@ -40,12 +40,12 @@ def test_llm_with_scaled_logits_is_exported_separately(
 ) -> None:
     changes, setting = SCALED[llm]
     model = build(pair(llm, **changes))
-    found = pair_class(model)
-    assert isinstance(found, str) and f"scales or caps its logits ({setting})" in found
+    actual = pair_class(model)
+    assert isinstance(actual, str) and f"scales or caps its logits ({setting})" in actual
     assert setting in describe_export_class(model)
     export_hf(model, tmp_path, tokenizer)
     assert (tmp_path / "torchmm.json").exists()
-    assert f"exporting encoders and LLM separately: {found}" in caplog.text
+    assert f"exporting encoders and LLM separately: {actual}" in caplog.text
 
 
 @pytest.mark.parametrize("llm", PLAIN)
@@ -56,8 +56,8 @@ def test_neutral_logit_scale_exports_as_llava(llm: str) -> None:
 @pytest.mark.parametrize("llm", SCALED)
 def test_proof_detects_scaled_logits_without_rule(llm: str, monkeypatch) -> None:
     monkeypatch.setattr(pair_classes, "describe_logit_change", lambda *_: "")
-    found = pair_class(build(pair(llm, **SCALED[llm][0])))
-    assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
+    actual = pair_class(build(pair(llm, **SCALED[llm][0])))
+    assert isinstance(actual, str) and "logits of LlavaForConditionalGeneration differ by" in actual
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_proof_detects_different_features(key: str, value: object, monkeypatch) 
     assert isinstance(pair_class(build(config)), PairClass)
     pair_parity._compare.cache_clear()
     monkeypatch.setattr(pair_classes, "_llava_config", changed)
-    found = pair_class(build(config))
+    actual = pair_class(build(config))
     pair_parity._compare.cache_clear()
-    assert isinstance(found, str) and "LlavaForConditionalGeneration" in found
+    assert isinstance(actual, str) and "LlavaForConditionalGeneration" in actual
 
 
 def test_proof_runs_once_and_preserves_rng_state(monkeypatch) -> None:

@@ -147,8 +147,8 @@ def test_unsupported_combinations_report_reason(
     llm: str, encoder: str, tmp_path: Path, tokenizer
 ) -> None:
     model = build(pair_config(llm, encoder))
-    found = pair_class(model)
-    assert isinstance(found, str) and WITHOUT[llm, encoder] in found
+    actual = pair_class(model)
+    assert isinstance(actual, str) and WITHOUT[llm, encoder] in actual
     export_hf(model, tmp_path, tokenizer)
     parts = json.loads((tmp_path / COMPONENTS_FILE).read_text())
     assert set(parts) >= {"llm", "encoders"}
@@ -158,20 +158,20 @@ def test_unsupported_combinations_report_reason(
 def test_text_only_chat_template_accepts_images(name: str, tokenizer) -> None:
     """Check that the placeholder is in the text, and that chats without images do not change."""
     chat_tokenizer = with_template(tokenizer, TEMPLATES[name])
-    found = extend_chat_template(chat_tokenizer, "<image>")
-    assert found is not None and found.endswith(TEMPLATES[name])
+    actual = extend_chat_template(chat_tokenizer, "<image>")
+    assert actual is not None and actual.endswith(TEMPLATES[name])
     image_content = [{"type": "image"}, {"type": "text", "text": "What?"}]
 
     def rendered(template: str, content: object, answer: object) -> str:
         turns = [("user", content), ("assistant", answer)]
-        messages = [{"role": role, "content": said} for role, said in turns]
+        messages = [{"role": role, "content": message} for role, message in turns]
         return chat_tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
     plain = rendered(TEMPLATES[name], "<image>What?", "Eggs.")
     assert "<image>What?" in plain
-    assert rendered(found, image_content, [{"type": "text", "text": "Eggs."}]) == plain
-    assert rendered(found, "<image>What?", "Eggs.") == plain
-    assert extend_chat_template(with_template(tokenizer, found), "<image>") is None
+    assert rendered(actual, image_content, [{"type": "text", "text": "Eggs."}]) == plain
+    assert rendered(actual, "<image>What?", "Eggs.") == plain
+    assert extend_chat_template(with_template(tokenizer, actual), "<image>") is None
 
 
 def test_exported_tokenizer_has_image_chat_template(tmp_path: Path, tokenizer) -> None:
@@ -188,8 +188,8 @@ def test_exported_tokenizer_has_image_chat_template(tmp_path: Path, tokenizer) -
 def test_unsupported_folding_and_several_encoders_report_reason() -> None:
     folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
     assert "combines 2 x 2 outputs" in str(pair_class(folded))
-    clip = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
-    assert "InternVL of Hugging Face supports only its own encoder" in str(pair_class(clip))
+    video = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
+    assert "InternVL of Hugging Face supports only its own encoder" in str(pair_class(video))
     audio_model = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))
     assert 'as connector = "pixel_shuffle_norm_mlp" does' in str(pair_class(audio_model))
     tiled = {"connector": "pixel_shuffle_norm_mlp", "processor": {"crop_to_patches": True}}

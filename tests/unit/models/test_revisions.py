@@ -79,11 +79,11 @@ def test_missing_directory_is_distinguished_from_hub_id(hub):
 
 def test_revision_without_hub_source_is_rejected(real_data, tmp_path):
     wrong = "--model.llm.revision=abc", "--model.tokenizer_revision=abc"
-    found = problems_of(QUICKSTART, *wrong, world_size=1)
+    actual = problems_of(QUICKSTART, *wrong, world_size=1)
     assert any(
-        "model.llm.revision" in p and "cannot be applied to an inline config" in p for p in found
+        "model.llm.revision" in p and "cannot be applied to an inline config" in p for p in actual
     )
-    assert any("model.tokenizer_revision" in p and "directory" in p for p in found)
+    assert any("model.tokenizer_revision" in p and "directory" in p for p in actual)
 
 
 def test_source_and_revision_are_split(tmp_path):

@@ -104,11 +104,11 @@ def test_longrope_short_sample_ignores_packed_neighbors() -> None:
     model = build(model_of("phi3"))
     positions = torch.arange(5)
     batch = microbatch(LENGTHS)
-    alone = microbatch([5])
-    alone.input_ids_T = batch.input_ids_T[:5]
+    single = microbatch([5])
+    single.input_ids_T = batch.input_ids_T[:5]
     model(batch)  # an earlier step with long samples
-    found = model.llm.logits(batch, {}, positions)
-    assert relative_error(found, model.llm.logits(alone, {}, positions)) < 1e-6
+    actual = model.llm.logits(batch, {}, positions)
+    assert relative_error(actual, model.llm.logits(single, {}, positions)) < 1e-6
 
 
 def recipe_of(model: ModelConfig, length: int, **validation: Any) -> Recipe:

@@ -44,12 +44,12 @@ def processed(spec, images: list[Image.Image]) -> EncoderInputs:
         pixels = [p[: prod(g)] for p, g in zip(out["pixel_values"], grids, strict=True)]
         return EncoderInputs(torch.cat(pixels), grids, no_positions)
     if "image_sizes" in out:
-        side, kept = spec.patch_size_px, []
+        side, retained = spec.patch_size_px, []
         grids = [(1, high // side, wide // side) for high, wide in out["image_sizes"].tolist()]
         for image, (_, rows, columns) in zip(out["pixel_values"], grids, strict=True):
             valid = image[:, : rows * side, : columns * side]
-            kept.append(torch.nn.functional.unfold(valid[None], side, stride=side)[0].T)
-        return EncoderInputs(torch.cat(kept), grids, no_positions)
+            retained.append(torch.nn.functional.unfold(valid[None], side, stride=side)[0].T)
+        return EncoderInputs(torch.cat(retained), grids, no_positions)
     if "image_position_ids" in out:
         valid = [place[(place >= 0).all(-1)] for place in out["image_position_ids"]]
         pixels = [p[: len(at)] for p, at in zip(out["pixel_values"], valid, strict=True)]

@@ -93,8 +93,8 @@ def test_audio_chunk_and_end_errors_change_logits(name: str, monkeypatch) -> Non
     wrong = starts if name != "qwen2_audio" else [0, starts[-1]]
 
     def too_wide(*arguments: object) -> object:
-        found = windows(*arguments)
-        return found._replace(segments=Segments.from_starts(wrong, torch.device("cpu")))
+        actual = windows(*arguments)
+        return actual._replace(segments=Segments.from_starts(wrong, torch.device("cpu")))
 
     with monkeypatch.context() as patch:
         patch.setattr(family_class, "context", too_wide)
@@ -132,9 +132,9 @@ def test_selected_audio_has_same_features(name: str) -> None:
     full = model.encoders["audio"](inputs)
     selections = [inputs.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
     assert torch.equal(torch.cat([part.positions_K for part in selections]), inputs.positions_K)
-    found = [model.encoders["audio"](part) for part in selections]
-    assert [len(own) for own in found] == [len(part.positions_K) for part in selections]
-    assert relative_error(torch.cat(found), full) < 1e-5
+    actual = [model.encoders["audio"](part) for part in selections]
+    assert [len(features) for features in actual] == [len(part.positions_K) for part in selections]
+    assert relative_error(torch.cat(actual), full) < 1e-5
 
 
 @pytest.mark.parametrize("name", SPEECH)
@@ -143,10 +143,10 @@ def test_pixel_shuffle_drops_incomplete_audio_tokens(name: str) -> None:
     inputs = three_samples(name)[0].encoders["audio"]
     group = encoder.patches_per_token
     assert group == (4 if name == "voxtral" else 8)
-    found = encoder(inputs)
-    assert len(found) == sum(grid[2] // group for grid in inputs.grids_thw)
+    actual = encoder(inputs)
+    assert len(actual) == sum(grid[2] // group for grid in inputs.grids_thw)
     last = encoder(inputs.select(range(2, 3)))
-    assert relative_error(found[-len(last) :], last) < 1e-5
+    assert relative_error(actual[-len(last) :], last) < 1e-5
 
 
 @pytest.mark.parametrize("name", SPEECH)

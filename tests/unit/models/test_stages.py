@@ -62,10 +62,10 @@ def split_model(config: ModelConfig, stages: dict[str, StageCut], rank: int) -> 
     model = build_model(config, FreezeConfig())
     vision = next(iter(model.encoders))
     parts = defaultdict(list)
-    for module, of_module in stages.items():
-        ranges = stage_ranges([(start, stop) for start, stop, _ in of_module])
-        for stage, (_, _, own) in zip(ranges, of_module, strict=True):
-            if own == rank:
+    for module, module_stages in stages.items():
+        ranges = stage_ranges([(start, stop) for start, stop, _ in module_stages])
+        for stage, (_, _, stage_rank) in zip(ranges, module_stages, strict=True):
+            if stage_rank == rank:
                 parts[vision if module == "vision" else module].append(stage)
     if rank == 0:
         for name in list(model.encoders)[1:]:
@@ -142,11 +142,11 @@ def test_stages_match_full_model(name: str, cut_name: str) -> None:
     loss.backward()
     reference = dict(full.named_parameters())
 
-    count = 1 + max(rank for of_module in stages.values() for _, _, rank in of_module)
+    count = 1 + max(rank for module_stages in stages.values() for _, _, rank in module_stages)
     ranks = [split_model(CONFIGS[name], stages, rank) for rank in range(count)]
-    found = run(ranks, stages, batch)
-    assert relative_error(found, loss) < 1e-5
-    found.backward()
+    actual = run(ranks, stages, batch)
+    assert relative_error(actual, loss) < 1e-5
+    actual.backward()
     grads: dict[str, Tensor] = {}
     for model in ranks:
         copies = model.tied_replicas()

@@ -38,26 +38,26 @@ def cached_logits(llm: LlmModule, lengths: list[int] = LENGTHS, shift: int = 0) 
         shift: Offset that is added to the positions of generated tokens.
     """
     row = row_of(microbatch(lengths).input_ids_T, microbatch(lengths).cu_seqlens)
-    cache, found = llm.new_cache(), []
+    cache, results = llm.new_cache(), []
     for step, tokens_B in enumerate(generated_tokens().T):
         last = torch.tensor(row.cu_seqlens[1:]) - 1
-        found.append(llm.logits(row, {}, last, cache))
+        results.append(llm.logits(row, {}, last, cache))
         row = next_token_sequence(row, tokens_B)
         if step == 0:
             row = replace(row, position_ids=row.position_ids + shift)
-    return torch.stack(found, dim=1)
+    return torch.stack(results, dim=1)
 
 
 @torch.no_grad()
 def uncached_logits(llm: LlmModule, lengths: list[int] = LENGTHS) -> Tensor:
     """Return the same logits, computed from separate sequences with all tokens."""
     prompts = microbatch(lengths).input_ids_T.split(lengths)
-    found = []
+    results = []
     for prompt_T, tokens in zip(prompts, generated_tokens(), strict=True):
         ids_T = torch.cat([prompt_T, tokens[:-1]])
         last = torch.arange(len(prompt_T) - 1, len(ids_T))
-        found.append(llm.logits(row_of(ids_T, [0, len(ids_T)]), {}, last))
-    return torch.stack(found)
+        results.append(llm.logits(row_of(ids_T, [0, len(ids_T)]), {}, last))
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize("family", list(LLMS))
@@ -77,9 +77,9 @@ def test_cached_states_of_several_chunks_match_full_text(family: str) -> None:
 def test_shifted_positions_change_cached_logits(family: str) -> None:
     """Check the comparison above. Only positions after the prompt are shifted."""
     llm = text_model(family).eval().llm
-    found, expected = cached_logits(llm, shift=1), uncached_logits(llm)
-    assert relative_error(found[:, 0], expected[:, 0]) < 1e-5
-    assert relative_error(found[:, 1:], expected[:, 1:]) > 1e-4
+    actual, expected = cached_logits(llm, shift=1), uncached_logits(llm)
+    assert relative_error(actual[:, 0], expected[:, 0]) < 1e-5
+    assert relative_error(actual[:, 1:], expected[:, 1:]) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3"])
@@ -89,7 +89,7 @@ def test_unmasked_padding_changes_cached_logits(
     """Check that zeros before the shorter prompts change the logits without a mask."""
     llm = text_model(family).eval().llm
     expected = uncached_logits(llm)
-    monkeypatch.setattr(PackedCache, "visible", lambda *_: None)
+    monkeypatch.setattr(PackedCache, "visible_keys", lambda *_: None)
     assert relative_error(cached_logits(llm), expected) > 1e-4
 
 

@@ -74,13 +74,13 @@ def streams(monkeypatch) -> RecordingStreams:
     monkeypatch.setattr(
         activation, "ActivationOffload", lambda: ActivationOffload(lambda device: streams_)
     )
-    compute = StepState._bringing
+    compute = StepState._run_with_prefetch
 
     def record_action(self, handler, action):
         streams_.act(action)
         compute(self, handler, action)
 
-    monkeypatch.setattr(StepState, "_bringing", record_action)
+    monkeypatch.setattr(StepState, "_run_with_prefetch", record_action)
     return streams_
 
 

@@ -117,8 +117,8 @@ def test_resume_warns_about_different_choice(saved, warns, caplog):
     stored = {"data": {} if saved is None else {"balance": saved, "reorder": "intra"}}
     restored = SimpleNamespace(path="step-3", step=3, recipe=stored, rng={})
     with caplog.at_level(logging.WARNING):
-        found = _log_resume(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
-    assert found == 3
+        actual = _log_resume(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
+    assert actual == 3
     assert [('data.balance = "auto" selects "none"' in text) for text in caplog.messages] == [
         True
     ] * warns

@@ -84,8 +84,8 @@ def tokenizer(real_data):
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(directory)): p for p in directory.rglob("*") if p.is_file()}
-    return {name: path.read_bytes() for name, path in found.items()}
+    results = {str(p.relative_to(directory)): p for p in directory.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in results.items()}
 
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
@@ -119,7 +119,7 @@ def test_adapters_are_exported_merged_or_separately(saved, tokenizer, tmp_path):
     write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "separate")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_separate", separate_adapters=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_separate", separate=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
     assert files(tmp_path / "ours_separate") == files(tmp_path / "separate")
 
@@ -199,8 +199,8 @@ def test_merged_adapter_with_overflow_raises(saved, tmp_path):
 def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
     _, checkpoint = saved(ModelConfig(llm=LlmConfig(config=LLMS["glm4_moe"])))
     export_checkpoint(checkpoint, tmp_path / "ours", dtype=dtype)
-    found = load_file(tmp_path / "ours/model.safetensors")
-    dtypes = {name: value.dtype for name, value in found.items()}
+    actual = load_file(tmp_path / "ours/model.safetensors")
+    dtypes = {name: value.dtype for name, value in actual.items()}
     wide = {name for name in dtypes if "e_score_correction_bias" in name}
     assert wide and {dtypes[name] for name in wide} == {torch.float32}
     assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
@@ -289,16 +289,16 @@ def export_and_kill(rename: int, checkpoint: Path, directory: Path) -> None:
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            left = [rename]
-            usual = Path.rename
+            remaining = [rename]
+            original = Path.rename
 
-            def dying(path: Path, target: Path) -> Path:
-                if not left[0]:
+            def rename_or_die(path: Path, target: Path) -> Path:
+                if not remaining[0]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
-                return usual(path, target)
+                remaining[0] -= 1
+                return original(path, target)
 
-            Path.rename = dying  # type: ignore
+            Path.rename = rename_or_die  # type: ignore
             export_checkpoint(checkpoint, directory)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -366,11 +366,13 @@ def run_in_process(work: Callable[[], object]) -> int:
                 work()
                 code = 0
             except ConfigError as error:
-                known = (
+                expected_errors = (
                     "is being written by another process",
                     "already exists; use another directory",
                 )
-                code = next((2 + i for i, words in enumerate(known) if words in str(error)), 1)
+                code = next(
+                    (2 + i for i, words in enumerate(expected_errors) if words in str(error)), 1
+                )
         os._exit(code)
     return child
 
@@ -411,21 +413,21 @@ def export_with_slow_lock(checkpoint: Path, directory: Path) -> tuple[int, int, 
 
     Returns the process id, a descriptor that signals the pause, and a descriptor that continues.
     """
-    (waits, tells), (told, goes) = os.pipe(), os.pipe()
+    (paused_read, paused_write), (continue_read, continue_write) = os.pipe(), os.pipe()
 
     def export() -> None:
-        usual = fcntl.flock
+        original = fcntl.flock
 
         def slow(*arguments: int) -> None:
-            atomic_directory.fcntl.flock = usual  # type: ignore
-            os.write(tells, b"1")
-            os.read(told, 1)
-            usual(*arguments)
+            atomic_directory.fcntl.flock = original  # type: ignore
+            os.write(paused_write, b"1")
+            os.read(continue_read, 1)
+            original(*arguments)
 
         atomic_directory.fcntl.flock = slow  # type: ignore
         export_checkpoint(checkpoint, directory)
 
-    return run_in_process(export), waits, goes
+    return run_in_process(export), paused_read, continue_write
 
 
 @pytest.mark.parametrize("checks_name", [True, False])
@@ -495,13 +497,13 @@ def test_export_memory_is_bounded_by_largest_file(saved, tmp_path, monkeypatch):
     assert max(sizes) < 21 << 20 and sum(sizes) > 1.5 * limit
 
     retained: list = []
-    mapped = CheckpointWeights._mapped
+    mapped = CheckpointWeights._new_mapped_tensor
 
     def keep(*arguments):
         retained.append(mapped(*arguments))
         return retained[-1]
 
-    monkeypatch.setattr(CheckpointWeights, "_mapped", keep)
+    monkeypatch.setattr(CheckpointWeights, "_new_mapped_tensor", keep)
     assert peak_growth_bytes(checkpoint, tmp_path / "hf_retained") > limit, (
         "retained mappings must increase memory use"
     )
@@ -519,9 +521,9 @@ def test_experts_are_split_layer_by_layer(saved, tmp_path):
         layers.append(sum(value.nbytes for value in values))
         return [value.clone() for value in values]
 
-    found = split_stacked_experts(hf, dict(hf.state_dict()), keep)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = split_stacked_experts(hf, dict(hf.state_dict()), keep)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     stacked = [p for name, p in hf.named_parameters() if name.endswith("experts.down_proj")]
     assert len(layers) == len(stacked) == 2 and all(p.is_meta for p in stacked)
     expert_bytes = sum(v.nbytes for name, v in expected.items() if ".experts." in name)

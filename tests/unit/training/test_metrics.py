@@ -99,7 +99,7 @@ def test_table_defines_reduction_over_ranks():
     result = make_record([first, second], None, step=1, **OTHERS)
     expected = {"max": 2000, "sum": 2500, "rate": 2500 / 2.0}
     assert {name: result[name] for name in reduced} == {n: expected[r] for n, r in reduced.items()}
-    assert all(type(result[name]) is METRICS[name].kind for name in reduced)
+    assert all(type(result[name]) is METRICS[name].value_type for name in reduced)
     empty = make_record([rank_values(step_ms=1.0)] * 2, None, step=1, **OTHERS)
     modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
     assert {n for n in reduced if empty[n] is None} == {*modules, "generated_images_per_s"}
@@ -322,8 +322,8 @@ def test_resumed_run_continues_wandb_run(tmp_path, unreachable_wandb):
         identities.append((tmp_path / "wandb_run_id").read_text().strip())
     first, resumed, fresh = identities
     assert first == resumed != fresh
-    found = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
-    assert {f"run-{first}", f"run-{fresh}"} <= set(found)
+    actual = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert {f"run-{first}", f"run-{fresh}"} <= set(actual)
 
 
 def test_late_scores_belong_to_last_step(tmp_path, monkeypatch):

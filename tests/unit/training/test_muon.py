@@ -43,8 +43,8 @@ def test_muon_matches_torch():
 
 def test_orthogonal_matrices_have_singular_values_near_1():
     torch.manual_seed(0)
-    found = torch.linalg.svdvals(orthogonalize(torch.randn(3, 40, 24)))
-    assert found.shape == (3, 24) and found.min() > 0.5 and found.max() < 1.3
+    actual = torch.linalg.svdvals(orthogonalize(torch.randn(3, 40, 24)))
+    assert actual.shape == (3, 24) and actual.min() > 0.5 and actual.max() < 1.3
 
 
 def test_muon_updates_matrices_of_layers_only():

@@ -31,9 +31,9 @@ def test_groups_split_by_module_and_decay():
     model = _model()
     config = OptimizerConfig(lr=1.0, module_lr={"vision": 0.5}, weight_decay=0.1)
     groups = build_optimizer(model, _module_of, config).param_groups
-    found = {(g["module"], g["lr"], g["weight_decay"]): len(g["params"]) for g in groups}
+    actual = {(g["module"], g["lr"], g["weight_decay"]): len(g["params"]) for g in groups}
     # LLM: the matrix decays, but embedding and bias do not. Vision is equal with a separate rate.
-    assert found == {
+    assert actual == {
         ("llm", 1.0, 0.1): 1,
         ("llm", 1.0, 0.0): 2,
         ("vision", 0.5, 0.1): 1,

@@ -183,7 +183,7 @@ class FullDisk:
 
         monkeypatch.setattr(preempt, "replace_atomically", fail)
         if not blocks:
-            monkeypatch.setattr(preempt, "overwrite", fail)
+            monkeypatch.setattr(preempt, "overwrite_in_place", fail)
 
 
 @pytest.mark.parametrize("message", ["", "short", "long " * 50_000])
@@ -191,9 +191,9 @@ def test_status_is_written_on_full_disk(tmp_path, monkeypatch, message):
     write_status(tmp_path, Status("running", 0, 0, None, "x" * 100))
     FullDisk(monkeypatch)
     assert write_status(tmp_path, Status("failed", 7, 0, 4, message))
-    found = read_status(tmp_path)
-    assert (found.state, found.step, found.exit_code) == ("failed", 7, 4)
-    assert found.message == message or (message.startswith(found.message) and found.message)
+    actual = read_status(tmp_path)
+    assert (actual.state, actual.step, actual.exit_code) == ("failed", 7, 4)
+    assert actual.message == message or (message.startswith(actual.message) and actual.message)
     assert allocated_bytes(tmp_path / "STATUS.json") <= 8192
 
 

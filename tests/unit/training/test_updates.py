@@ -61,8 +61,8 @@ def test_clipped_gradients_are_accurate_to_float32():
     trained.updates.measure([torch.tensor(1.0)])
     trained.updates.apply(1)
     clipped = [p.grad.double() for p in trained.net.parameters() if p.grad is not None]
-    for found, gradient in zip(clipped, exact, strict=True):
-        assert torch.allclose(found, gradient * factor, rtol=1.5e-7, atol=0)
+    for actual, gradient in zip(clipped, exact, strict=True):
+        assert torch.allclose(actual, gradient * factor, rtol=1.5e-7, atol=0)
 
 
 def test_small_gradients_are_not_scaled_up():

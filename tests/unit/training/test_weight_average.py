@@ -18,9 +18,9 @@ DECAY = 0.7
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    found = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
-    found[0].bias.requires_grad_(False)
-    return found
+    results = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
+    results[0].bias.requires_grad_(False)
+    return results
 
 
 def change_parameters(module: nn.Module, number: int) -> None:
@@ -52,10 +52,10 @@ def test_averages_match_torch(dtype):
     trained = {n for n, p in named.items() if p.requires_grad}
     assert {n for n, p in named.items() if p in ours.averages} == trained and len(trained) == 3
     for name in trained:
-        found = ours.averages[named[name]]
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected[name].data, rtol=1e-6, atol=1e-7)
-        assert not torch.allclose(found, named[name].float(), rtol=1e-2), (
+        actual = ours.averages[named[name]]
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected[name].data, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(actual, named[name].float(), rtol=1e-2), (
             "the average must differ from the parameter"
         )
 

@@ -23,7 +23,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(folder: Path, seconds: float):
-    return gpu_check.Machine(gpus=1, ends_at=time.monotonic() + seconds, folder=folder)
+    return gpu_check.CheckMachine(gpus=1, ends_at=time.monotonic() + seconds, folder=folder)
 
 
 def test_programs_inherit_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

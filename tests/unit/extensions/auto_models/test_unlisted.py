@@ -155,15 +155,17 @@ def test_unreadable_weight_names_are_rejected_when_loading() -> None:
 def test_survey_of_causal_lms_matches_documentation() -> None:
     """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
-    outcomes = script.survey(script.LLMS, script.causal_lms())
+    outcomes = script.compare_all(script.LLMS, script.causal_lms())
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
-    assert script.written(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
+    assert (
+        script.present_section(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
+    )
     wrong = {}
     for name, outcome in outcomes.items():
-        if outcome.proof:
-            found, counted = flops_of(name, outcome.proof.family)
-            if abs(found / counted - 1) > 0.01:
-                wrong[name] = found / counted
+        if outcome.parity:
+            actual, counted = flops_of(name, outcome.parity.family)
+            if abs(actual / counted - 1) > 0.01:
+                wrong[name] = actual / counted
     # docs/reference/models.md explains these exceptions.
     fractions = {name: round(share, 2) for name, share in wrong.items()}
     assert fractions == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}

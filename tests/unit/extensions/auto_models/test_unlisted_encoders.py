@@ -97,11 +97,11 @@ def test_unlisted_encoder_trains_with_warning(caplog) -> None:
 def test_encoder_structure_is_detected_from_forward(
     model_type: str, tokens: int, final_norm: str
 ) -> None:
-    found = proof(model_type)
-    assert found.worst < 1e-5
-    assert not found.unreadable
-    assert found.family.form.num_prefix_tokens == tokens
-    assert found.family.form.final_norm == final_norm
+    actual = proof(model_type)
+    assert actual.worst < 1e-5
+    assert not actual.unreadable
+    assert actual.family.form.num_prefix_tokens == tokens
+    assert actual.family.form.final_norm == final_norm
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_files_of_classification_model_are_read(tmp_path: Path) -> None:
     model = build(config)
     load_weights(model)
     expected = plain.vit.state_dict()
-    found = model.encoders["eye"].tower.state_dict()
-    assert len(found) > 40
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    actual = model.encoders["eye"].tower.state_dict()
+    assert len(actual) > 40
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "chinese_clip_vision_model"])
@@ -239,13 +239,13 @@ def test_survey_of_image_encoders_matches_documentation() -> None:
     """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
     kind = script.ENCODERS
-    outcomes = script.survey(kind, script.image_encoders())
+    outcomes = script.compare_all(kind, script.image_encoders())
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
-    assert script.written(kind, page) == script.section(kind, outcomes).strip()
+    assert script.present_section(kind, page) == script.section(kind, outcomes).strip()
     for name, outcome in outcomes.items():
-        if outcome.proof:
-            found, counted = flops_of(name, outcome.proof.family)
-            assert found == pytest.approx(counted, rel=0.01), name
+        if outcome.parity:
+            actual, counted = flops_of(name, outcome.parity.family)
+            assert actual == pytest.approx(counted, rel=0.01), name
 
 
 def flops_of(model_type: str, family: DetectedEncoderFamily) -> tuple[float, float]:

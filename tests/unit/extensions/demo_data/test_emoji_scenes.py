@@ -53,15 +53,15 @@ def scenes(prepared, split):
     return [(object_centers(row["image"]["bytes"]), row["text"]) for row in rows]
 
 
-def object_centers(picture: bytes) -> dict[str, tuple[float, float]]:
+def object_centers(image: bytes) -> dict[str, tuple[float, float]]:
     """Return the center (x, y) of each object in an image."""
-    pixels = np.asarray(to_rgb(Image.open(io.BytesIO(picture))))
-    found = {}
+    pixels = np.asarray(to_rgb(Image.open(io.BytesIO(image))))
+    results = {}
     for thing, color in COLORS.items():
         y, x = np.nonzero((pixels == color).all(-1))
         if len(x):
-            found[thing] = (x.mean(), y.mean())
-    return found
+            results[thing] = (x.mean(), y.mean())
+    return results
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

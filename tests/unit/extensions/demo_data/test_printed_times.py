@@ -28,9 +28,9 @@ def rows(prepared, split):
 
 def test_held_out_times_are_not_in_training_split(prepared):
     texts = {split: [row["text"] for row in rows(prepared, split)] for split in OPTIONS["times"]}
-    assert {split: len(set(found)) for split, found in texts.items()} == OPTIONS["times"]
-    for split, found in texts.items():
-        assert {printed_times.is_held_out(time) for time in found} == {split != "train"}
+    assert {split: len(set(actual)) for split, actual in texts.items()} == OPTIONS["times"]
+    for split, actual in texts.items():
+        assert {printed_times.is_held_out(time) for time in actual} == {split != "train"}
     every = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
     trained = [time for time in every if not printed_times.is_held_out(time)]
     assert {time[:2] for time in trained} == {time[:2] for time in every}
@@ -55,6 +55,6 @@ def test_printed_times_are_reproducible(prepared, tmp_path):
 
 
 def test_byte_vocabulary_has_one_token_per_letter():
-    found = tokenizer.train_tokenizer(["14:37"] * 100, tokenizer.BYTE_VOCAB_SIZE)
-    assert len(found) == tokenizer.BYTE_VOCAB_SIZE
-    assert len(found("14:37", add_special_tokens=False)["input_ids"]) == len("14:37")
+    actual = tokenizer.train_tokenizer(["14:37"] * 100, tokenizer.BYTE_VOCAB_SIZE)
+    assert len(actual) == tokenizer.BYTE_VOCAB_SIZE
+    assert len(actual("14:37", add_special_tokens=False)["input_ids"]) == len("14:37")

@@ -26,9 +26,9 @@ OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
 
 
 def first_and_last(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    clip = VideoFile(data, 10_000)
-    assert clip.frames == 4 and clip.duration_s == pytest.approx(1.0, abs=0.01)
-    first, last = clip.decode([0, 3])
+    video = VideoFile(data, 10_000)
+    assert video.frames == 4 and video.duration_s == pytest.approx(1.0, abs=0.01)
+    first, last = video.decode([0, 3])
     return np.asarray(first.convert("L")), np.asarray(last.convert("L"))
 
 
@@ -60,7 +60,7 @@ def test_stamp_videos_move_in_every_file_format(tmp_path) -> None:
             words = row["text"].split(". ")[1]
             motions.add(words)
             right, down, area = x1 - x0, y1 - y0, len(dark[1][0]) / len(dark[0][0])
-            found = {
+            actual = {
                 "It moves to the right.": right > 4,
                 "It moves to the left.": right < -4,
                 "It moves up.": down < -4,
@@ -68,7 +68,7 @@ def test_stamp_videos_move_in_every_file_format(tmp_path) -> None:
                 "It grows.": area > 2,
                 "It shrinks.": area < 0.5,
             }
-            assert found[words] and sum(found.values()) == 1
+            assert actual[words] and sum(actual.values()) == 1
     assert len(file_types) == 3 and len(motions) == 6
 
 

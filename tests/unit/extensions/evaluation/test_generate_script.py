@@ -59,10 +59,10 @@ def _export(directory: Path, tokenizer: Path, connector: str = "mlp", **changes:
 
 
 def _write_images(folder: Path) -> list[Path]:
-    pictures = [folder / "red.png", folder / "blue.jpg"]
-    for picture in pictures:
-        Image.new("RGB", (40, 30), picture.stem).save(picture)
-    return pictures
+    images = [folder / "red.png", folder / "blue.jpg"]
+    for image in images:
+        Image.new("RGB", (40, 30), image.stem).save(image)
+    return images
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
@@ -126,13 +126,13 @@ def test_prompts_apply_to_each_file_or_all_files(run: Run, tmp_path: Path) -> No
     images = _write_images(tmp_path)
     arguments = ["--prompt", "a", "--prompt", "the color", *SAMPLED, "--json"]
     each = [json.loads(line) for line in run(*images, *arguments)]
-    assert [found["asked"] for found in each] == [
+    assert [actual["asked"] for actual in each] == [
         f"{p} {w}" for p in images for w in arguments[1:4:2]
     ]
     one = run(images[1], *arguments, "--batch-size", 1)
     assert len(one) == 2
     joint = [json.loads(line) for line in run(*images, *arguments, "--all-files")]
-    assert [found["asked"] for found in joint] == [
+    assert [actual["asked"] for actual in joint] == [
         f"{images[0]} {images[1]} {w}" for w in arguments[1:4:2]
     ]
 
@@ -166,7 +166,7 @@ def test_progress_is_shown_until_first_token(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(Pipeline, "next_token_logits", slow)
     arguments_of_run = ["--max-new-tokens", "4"]
     for arguments in (["--prompt", "one", "--stream"], ["--chat"]):
-        run(*arguments, *arguments_of_run, said=["one"])
+        run(*arguments, *arguments_of_run, inputs=["one"])
         assert "reading prompts: 0 s" in console_output.getvalue()
         assert "writing" not in console_output.getvalue()
         console_output.truncate(0)
@@ -197,13 +197,13 @@ def test_question_formats_generate_same_text(run: Run, tmp_path: Path) -> None:
     first, second = (json.loads(line) for line in run("--chats", tmp_path / "two.jsonl", "--json"))
     assert first["text"] == second["text"]  # greedy decoding of the same prompt
     inputs = [f"/file {image}", "What is it?", "/end"]
-    assert "\n".join(run("--chat", *SAMPLED, said=inputs)) == text
+    assert "\n".join(run("--chat", *SAMPLED, inputs=inputs)) == text
 
 
 def test_chat_includes_earlier_responses(run: Run) -> None:
     inputs = ["Hello", "And now?"]
-    continued = run("--chat", *SAMPLED, said=inputs)
-    restarted = run("--chat", *SAMPLED, said=[inputs[0], "/new", inputs[1]])
+    continued = run("--chat", *SAMPLED, inputs=inputs)
+    restarted = run("--chat", *SAMPLED, inputs=[inputs[0], "/new", inputs[1]])
     assert continued[0] == restarted[0] and continued != restarted
 
 

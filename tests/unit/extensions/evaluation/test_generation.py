@@ -82,12 +82,14 @@ def image_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
     samples, positions = [], []
     for number, (start, stop) in enumerate(pairwise(starts)):
         grid = inputs.grids_thw[number]
-        own = inputs.positions_K[(inputs.positions_K >= start) & (inputs.positions_K < stop)]
-        image = ImageMeta(8, 8, prod(grid), len(own))
+        image_positions = inputs.positions_K[
+            (inputs.positions_K >= start) & (inputs.positions_K < stop)
+        ]
+        image = ImageMeta(8, 8, prod(grid), len(image_positions))
         samples.append(SampleMeta("made", number, stop - start, (image,), "vision"))
-        batch.targets_T[start : own.max() + 2] = IGNORE_TARGET
+        batch.targets_T[start : image_positions.max() + 2] = IGNORE_TARGET
         frames, rows, columns = grid
-        block = VisionBlock(int(own.min()) - start, frames, rows // 2, columns // 2)
+        block = VisionBlock(int(image_positions.min()) - start, frames, rows // 2, columns // 2)
         positions.append(torch.from_numpy(mrope_positions(stop - start, [block])))
     meta = MicrobatchMeta(tuple(samples), starts[-1])
     batch = replace(batch, meta=meta, target_positions_L=None)
@@ -172,11 +174,11 @@ def test_sampling_depends_on_seed_and_prompt_only(mesh) -> None:
     prompts = text_prompts([5, 9, 3])
     longer = replace(DRAWN, max_new_tokens=20)
     batched = generate_tokens(pipeline, prompts, mesh, longer, ())
-    alone = [
+    single = [
         generate_tokens(pipeline, [prompt], mesh, longer, (), first=number)[0]
         for number, prompt in enumerate(prompts)
     ]
-    assert batched == alone
+    assert batched == single
     other = generate_tokens(pipeline, prompts, mesh, replace(longer, seed=6), ())
     assert all(a != b for a, b in zip(batched, other, strict=True))
 
@@ -192,8 +194,8 @@ def test_greedy_tokens_match_hugging_face_generate(penalty: float, mesh) -> None
     ids = prompt.input_ids_T[None]
     expected = plain.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, 7:].tolist()
     sampling = Sampling(20, repetition_penalty=penalty)
-    found = generate_tokens(pipeline_of(model, mesh), [prompt], mesh, sampling, ())
-    assert found == [expected]
+    actual = generate_tokens(pipeline_of(model, mesh), [prompt], mesh, sampling, ())
+    assert actual == [expected]
 
 
 def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMesh) -> list[float]:
@@ -207,8 +209,8 @@ def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMe
     expected = []
     for prompt in prompts:
         ids = prompt.input_ids_T[None]
-        found = plain.generate(ids, settings, attention_mask=torch.ones_like(ids), **outputs)
-        expected.append(torch.cat(found.logits))
+        results = plain.generate(ids, settings, attention_mask=torch.ones_like(ids), **outputs)
+        expected.append(torch.cat(results.logits))
     logits: list[torch.Tensor] = []
     compute = pipeline.next_token_logits
 
@@ -219,7 +221,7 @@ def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMe
     pipeline.next_token_logits = record
     generate_tokens(pipeline, prompts, mesh, Sampling(6), ())
     pairs = zip(torch.stack(logits, 1), expected, strict=True)
-    return [float((found - own).norm() / own.norm()) for found, own in pairs]
+    return [float((results - reference).norm() / reference.norm()) for results, reference in pairs]
 
 
 def test_generation_beyond_longrope_limit_matches_hugging_face(mesh) -> None:
@@ -250,7 +252,7 @@ def test_generation_ends_at_end_token_of_prompt(mesh) -> None:
     full = generate_tokens(pipeline, prompts, mesh, sampling, ())
     end = full[1][4]
     steps_seen: list[dict[int, int]] = []
-    found = generate_tokens(
+    actual = generate_tokens(
         pipeline,
         prompts,
         mesh,
@@ -259,7 +261,7 @@ def test_generation_ends_at_end_token_of_prompt(mesh) -> None:
         on_tokens=lambda t: steps_seen.append(dict(t)),
     )
     truncated = [ids[: ids.index(end)] if end in ids else ids for ids in full]
-    assert found == truncated and len(truncated[1]) <= 4
+    assert actual == truncated and len(truncated[1]) <= 4
     mixed_ends = generate_tokens(pipeline, prompts, mesh, sampling, [(), {end}, ()])
     assert mixed_ends == [full[0], truncated[1], full[2]]
     streamed = [[step[n] for step in steps_seen if n in step] for n in range(len(prompts))]

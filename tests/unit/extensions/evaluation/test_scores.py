@@ -30,8 +30,8 @@ CAPTIONS = [
     ],
 )
 def test_word_error_rate_counts_word_edits(truth, written, errors):
-    found = score("word_error_rate", [Answer(written, (truth,))])
-    assert found == errors / len(truth.split())
+    actual = score("word_error_rate", [Answer(written, (truth,))])
+    assert actual == errors / len(truth.split())
 
 
 def test_long_references_have_larger_weight():

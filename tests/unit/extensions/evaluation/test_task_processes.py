@@ -37,9 +37,9 @@ def program(tmp_path):
 
 def start_benchmarks(python: str, run_dir: Path, **settings) -> BenchmarkRunner:
     config = BenchmarksConfig(tasks=["task"], python=python, **settings)
-    found = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
-    found.start(4, snapshot(run_dir, 4))
-    return found
+    results = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
+    results.start(4, snapshot(run_dir, 4))
+    return results
 
 
 def snapshot(run_dir: Path, step: int) -> Path:
@@ -50,9 +50,9 @@ def snapshot(run_dir: Path, step: int) -> Path:
 
 def wait_for_result(benchmarks: BenchmarkRunner):
     deadline = time.monotonic() + 60
-    while (found := benchmarks.poll()) is None and time.monotonic() < deadline:
+    while (results := benchmarks.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return results
 
 
 def finish(benchmarks: BenchmarkRunner):
@@ -65,10 +65,10 @@ WRITES = f"open(output, 'w').write({json.dumps(SCORES)!r})"
 def test_scores_are_returned_once_without_snapshot(program, tmp_path, caplog):
     caplog.set_level("INFO")
     benchmarks = start_benchmarks(program(WRITES), tmp_path)
-    found = wait_for_result(benchmarks)
-    assert found.scores == {"task/exact_match": 0.25} and found.step == 4
+    actual = wait_for_result(benchmarks)
+    assert actual.scores == {"task/exact_match": 0.25} and actual.step == 4
     assert benchmarks.poll() is None
-    assert read_evaluations(tmp_path) == [found]
+    assert read_evaluations(tmp_path) == [actual]
     assert "benchmarks of step 4: task/exact_match 0.2500" in caplog.text
     assert not (tmp_path / "benchmarks/step-4/hf").exists()
 
@@ -101,10 +101,10 @@ def test_last_benchmark_waits_for_previous_one(polled, program, tmp_path):
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     assert benchmarks.poll() is None and (tmp_path / "benchmarks/step-5/hf").exists()
     signal_file.touch()
-    found = [wait_for_result(benchmarks)] if polled else []
-    found += finish(benchmarks)
-    assert [evaluation.step for evaluation in found] == [4, 5]
-    assert read_evaluations(tmp_path) == found
+    actual = [wait_for_result(benchmarks)] if polled else []
+    actual += finish(benchmarks)
+    assert [evaluation.step for evaluation in actual] == [4, 5]
+    assert read_evaluations(tmp_path) == actual
     assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0
 
 

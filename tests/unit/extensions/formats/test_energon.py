@@ -37,10 +37,10 @@ def test_energon_questions_use_best_answer(tmp_path):
         "answer_weights": "json[weights]",
     }
     members = {"dir/a.png": RED, "dir/a.json": json.dumps(sample).encode()}
-    (found,) = columns(write(tmp_path, members, "VQASample", fields))
-    assert found["images"] == [RED]
+    (actual,) = columns(write(tmp_path, members, "VQASample", fields))
+    assert actual["images"] == [RED]
     content = [{"type": "image"}, {"type": "text", "text": "Color?"}]
-    assert found["messages"] == [
+    assert actual["messages"] == [
         {"role": "user", "content": content},
         {"role": "assistant", "content": "red"},
     ]
@@ -50,8 +50,8 @@ def test_energon_fields_inside_lists_are_read(tmp_path):
     turns = [{"from": "human", "value": "Color?"}, {"from": "gpt", "value": "Red."}]
     fields = {"image": "jpg,png", "context": "json[0][value]", "answers": "json[1][value]"}
     members = {"a.png": RED, "a.json": json.dumps(turns).encode()}
-    (found,) = columns(write(tmp_path, members, "VQAWebdataset", fields))
-    assert found["messages"][1]["content"] == "Red."
+    (actual,) = columns(write(tmp_path, members, "VQAWebdataset", fields))
+    assert actual["messages"][1]["content"] == "Red."
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_energon_fields_inside_lists_are_read(tmp_path):
 )
 def test_energon_interleaved_sequences_name_images(tmp_path, sequence):
     members = {"a.x.png": RED, "a.y.png": BLUE, "a.json": json.dumps(sequence).encode()}
-    (found,) = columns(write(tmp_path, members, "InterleavedSample", {"sequence": "json"}))
-    assert found == {"texts": ["First", None, "then", None], "images": [None, RED, None, BLUE]}
+    (actual,) = columns(write(tmp_path, members, "InterleavedSample", {"sequence": "json"}))
+    assert actual == {"texts": ["First", None, "then", None], "images": [None, RED, None, BLUE]}
 
 
 def test_energon_chats_preserve_turns(tmp_path):
@@ -84,8 +84,8 @@ def test_energon_chats_preserve_turns(tmp_path):
 def test_energon_crude_samples_preserve_members(tmp_path):
     inner = {"text": "red", "images": ["x.png"], "n": 1}
     members = {"a.json": json.dumps(inner).encode(), "a.x.png": RED}
-    (found,) = columns(write(tmp_path, members, "CrudeWebdataset"))
-    assert found == {"text": "red", "images": [RED], "n": 1, "x.png": RED}
+    (actual,) = columns(write(tmp_path, members, "CrudeWebdataset"))
+    assert actual == {"text": "red", "images": [RED], "n": 1, "x.png": RED}
 
 
 def test_energon_splits_expand_braces_and_exclusions(tmp_path):

@@ -53,9 +53,9 @@ def test_requested_number_of_images_is_selected():
         StepBatch([microbatch([2, 0, 3]), microbatch([1])], {}),
     ]
     for count, expected in ((2, [2]), (3, [3]), (4, [3, 1]), (6, [3, 3]), (99, [3, 5, 1])):
-        found = list(held_out_target_images(batches, count))
-        assert [len(m.generator.contexts) for m in found] == expected
-        for m in found:
+        actual = list(held_out_target_images(batches, count))
+        assert [len(m.generator.contexts) for m in actual] == expected
+        for m in actual:
             assert len(m.meta.generated) == len(m.generator.contexts)
             assert len(m.generator.context_positions_K) == 2 * len(m.generator.contexts)
             assert m.generator.patches_PV[:, 0].tolist() == list(range(len(m.meta.generated)))

@@ -72,16 +72,16 @@ def make(tmp_path, tokenizer, text_spec):
 
 def targets_of(batches) -> dict:
     """Return timesteps, noise and pixels of each target image by (source, index)."""
-    found = {}
+    results = {}
     for microbatch in (m.values() for batch in batches for m in batch.microbatches):
         samples = [s for s in microbatch.meta.samples for _ in s.generated]
         inputs = microbatch.generator
         for number, sample in enumerate(samples):
             one = inputs.select(range(number, number + 1))
-            found.setdefault((sample.source, sample.index), []).append(
+            results.setdefault((sample.source, sample.index), []).append(
                 (one.times[0], one.noise_PV.numpy(), one.patches_PV.numpy())
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -130,8 +130,8 @@ def test_target_pixels_are_scaled_cropped_and_patched(make):
         expected = square / 127.5 - 1
         for patch, (row, column) in enumerate(np.ndindex(4, 4)):
             block = expected[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
-            found = patches_PV[patch].reshape(3, 4, 4).transpose(1, 2, 0)
-            assert np.abs(found - block).max() < 1e-6
+            actual = patches_PV[patch].reshape(3, 4, 4).transpose(1, 2, 0)
+            assert np.abs(actual - block).max() < 1e-6
 
 
 def test_noise_is_independent_of_ranks_workers_resume(make):
@@ -182,12 +182,12 @@ def test_specs_without_latents_preserve_content_digest(make):
 
 
 def test_noise_differs_by_epoch_and_sample(make):
-    found = targets_of(islice(iter(make()), 10))
-    times = [image[0] for images in found.values() for image in images]
-    assert len(times) > len(found), "no sample is repeated"
+    actual = targets_of(islice(iter(make()), 10))
+    times = [image[0] for images in actual.values() for image in images]
+    assert len(times) > len(actual), "no sample is repeated"
     assert len(set(times)) == len(times)
     assert all(0 < t < 1 for t in times)
-    noise = np.concatenate([image[1].ravel() for images in found.values() for image in images])
+    noise = np.concatenate([image[1].ravel() for images in actual.values() for image in images])
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
 
 

@@ -90,13 +90,13 @@ def test_generator_matches_diffusers_loss_and_gradients(model):
 
 def test_padding_does_not_change_loss_or_velocity(model):
     inputs, features = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS), context(MIXED_CONTEXTS)
-    alone, velocities = [], []
+    single, velocities = [], []
     for number, part in enumerate(features.split(MIXED_CONTEXTS)):
         image = inputs.select(range(number, number + 1))
-        alone.append(model.generator(image, part))
+        single.append(model.generator(image, part))
         velocities.append(model.generator.velocity(image, part))
     batched = model.generator(inputs, features)
-    assert batched.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
+    assert batched.item() == pytest.approx(torch.stack(single).sum().item(), rel=1e-5)
     velocity = model.generator.velocity(inputs, features)
     assert relative_error(velocity, torch.cat(velocities)) < 1e-5
 

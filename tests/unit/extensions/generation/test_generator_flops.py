@@ -39,12 +39,12 @@ def test_generator_flops_match_torch_counter(freeze: tuple[str, ...], llm_frozen
     forward, loss = count_flops(lambda: model.generator(inputs, context))
     backward, _ = count_flops(loss.backward) if loss.requires_grad else (0, None)
     modules = [module.describe() for module in model.modality_modules()]
-    found = microbatch_flops(modules, META)["generator"]
-    assert found.forward == pytest.approx(forward, rel=0.01)
+    actual = microbatch_flops(modules, META)["generator"]
+    assert actual.forward == pytest.approx(forward, rel=0.01)
     # Hidden states before the first cross attention have no gradient if only the context needs
     # one.
-    assert found.backward == pytest.approx(backward, rel=0.01 if not freeze else 0.25)
-    assert bool(found.backward) == bool(backward)
+    assert actual.backward == pytest.approx(backward, rel=0.01 if not freeze else 0.25)
+    assert bool(actual.backward) == bool(backward)
 
 
 def test_generator_layers_have_costs_for_splitting() -> None:

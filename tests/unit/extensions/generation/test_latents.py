@@ -55,10 +55,12 @@ def diffusers_models(model: MultimodalModel) -> tuple:
     vae = diffusers.AutoencoderKL(**VAE)
     prefixes = hf_prefixes(model)
     state = model.generator.state_dict()
-    of_vae = {n: t for n, t in state.items() if n.startswith("latent_")}
-    given = {hf_name(prefixes, "generator", n): t for n, t in state.items() if n not in of_vae}
-    assert not any(transformer.load_state_dict(given, strict=False))
-    vae.load_state_dict({n.partition(".")[2]: t for n, t in of_vae.items()})
+    vae_state = {n: t for n, t in state.items() if n.startswith("latent_")}
+    transformer_state = {
+        hf_name(prefixes, "generator", n): t for n, t in state.items() if n not in vae_state
+    }
+    assert not any(transformer.load_state_dict(transformer_state, strict=False))
+    vae.load_state_dict({n.partition(".")[2]: t for n, t in vae_state.items()})
     return transformer, vae.eval()
 
 
@@ -70,8 +72,8 @@ def reference_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor
         posterior = vae.encode(pixels).latent_dist
         latents = posterior.mode()
         if inputs.latent_noise_PV is not None:
-            drawn = to_images(inputs.latent_noise_PV, (len(inputs.times), 4, 4), 2)
-            latents = posterior.mean + posterior.std * drawn
+            latent_noise = to_images(inputs.latent_noise_PV, (len(inputs.times), 4, 4), 2)
+            latents = posterior.mean + posterior.std * latent_noise
         latents = (latents - 0.1) * 0.6
     times = torch.tensor(inputs.times)
     t = times[:, None, None, None]
@@ -125,12 +127,12 @@ def test_autoencoder_changes_affect_reference_loss(model):
 def test_batching_and_chunks_do_not_change_loss(model):
     features = context(MIXED_CONTEXTS)
     inputs = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS, latents=latent_mode(model))
-    alone = [
+    single = [
         model.generator(inputs.select(range(number, number + 1)), part)
         for number, part in enumerate(features.split(MIXED_CONTEXTS))
     ]
     batched = model.generator(inputs, features)
-    assert batched.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
+    assert batched.item() == pytest.approx(torch.stack(single).sum().item(), rel=1e-5)
     encoder = copy.copy(model.generator.latent_encoder)
     sizes = encoder.spec.sizes._replace(encode_batch_size=2)
     chunked = copy.copy(encoder)
@@ -240,8 +242,8 @@ def test_random_autoencoder_depends_on_seed_only():
     for name, value in one.generator.latent_encoder.state_dict().items():
         assert torch.equal(same.generator.latent_encoder.state_dict()[name], value)
         if value.ndim > 1:
-            found = other.generator.latent_encoder.state_dict()[name]
-            assert not torch.equal(found, value) and value.any(), name
+            actual = other.generator.latent_encoder.state_dict()[name]
+            assert not torch.equal(actual, value) and value.any(), name
 
 
 @pytest.mark.parametrize(
@@ -300,12 +302,12 @@ def test_encoding_flops_match_torch_counter(model):
         without, encoded_loss = count_flops(lambda: model.generator(encoded_inputs, features))
     assert loss.item() == pytest.approx(encoded_loss.item(), rel=1e-6)
     modules = [module.describe() for module in model.modality_modules()]
-    found = microbatch_flops(modules, META)["generator"].forward
+    actual = microbatch_flops(modules, META)["generator"].forward
     sizes = generator_sizes([META.generated])
     block = Encoding(trained=False, leaf=True, of=modules[-1].latents)
     encoding_flops = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
     assert encoding_flops == pytest.approx(counted - without, rel=1e-6)
-    assert found == pytest.approx(counted, rel=0.01)
+    assert actual == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("encode_batch_size", [1, 2, 8])

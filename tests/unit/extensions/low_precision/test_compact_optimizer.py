@@ -137,8 +137,8 @@ def test_second_moment_is_zero_only_if_exact():
     value[0, 0], value[0, 1] = 1.0, 1e-12
     form = Int8BlockFormat(signed=False)
     stored = form.encode(value, None)
-    found = form.read(stored)[0]
-    assert found[0] == 1 and 0 < found[1] < 1e-6 and not found[2:].any()
+    actual = form.read(stored)[0]
+    assert actual[0] == 1 and 0 < actual[1] < 1e-6 and not actual[2:].any()
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -256,12 +256,12 @@ def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
 def test_fused_update_of_odd_shapes_rounds_equally(monkeypatch, dtype, state):
     expected = train_shapes(ODD, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
-    found = train_shapes(ODD, dtype, state_dtype=state)
+    actual = train_shapes(ODD, dtype, state_dtype=state)
     for name, value in expected.items():
         if value.dtype == torch.float32:
-            assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
+            assert torch.allclose(actual[name], value, rtol=1e-6, atol=1e-8), name
         else:
-            assert torch.equal(found[name], value), name
+            assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("defect", ["no fused multiplication", "different key"])
@@ -399,5 +399,5 @@ def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
         monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
         train_shapes(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
-        assert different(found, expected) == []
+            actual = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
+        assert different(actual, expected) == []

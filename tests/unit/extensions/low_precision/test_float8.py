@@ -75,8 +75,8 @@ def test_unsupported_devices_are_rejected(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Ampere")
     modules = list(build_model(pair_config("llama", "clip"), FreezeConfig()).modality_modules())
-    found = float8_problems(modules, Float8Config(**{"scaling": "rowwise", **config}), device)
-    assert len(found) == (expected is not None) and all(expected in text for text in found)
+    actual = float8_problems(modules, Float8Config(**{"scaling": "rowwise", **config}), device)
+    assert len(actual) == (expected is not None) and all(expected in text for text in actual)
 
 
 def test_device_with_float8_support_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +119,8 @@ def test_rowwise_scales_are_independent_of_token_split(recipe: str) -> None:
     halves = zip(x_TI.chunk(2), grad_TO.chunk(2), strict=True)
     first, second = (linear_results(recipe, weight_OI, *half) for half in halves)
     errors = [
-        float((found - full).norm() / full.norm())
-        for found, full in (
+        float((actual - full).norm() / full.norm())
+        for actual, full in (
             (torch.cat((first[0], second[0])), out_TO),
             (torch.cat((first[1], second[1])), input_grad_TI),
             (first[2] + second[2], weight_grad_OI),

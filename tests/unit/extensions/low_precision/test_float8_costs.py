@@ -31,8 +31,8 @@ SIZES = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], p
 
 def describe_layers(config: Float8Config, **sizes: int) -> list[LayerDescription]:
     """Return layers of a model whose linear layers have different sizes."""
-    given = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
-    section = LlmConfig(config={**LLMS["llama"], **given})
+    sizes_of_model = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
+    section = LlmConfig(config={**LLMS["llama"], **sizes_of_model})
     llm = build_model(ModelConfig(llm=section), FreezeConfig()).llm
     llm.rounded = describe_float8_linears(llm, config)
     return list(llm.describe().layers)
@@ -87,9 +87,9 @@ def test_cast_memory_matches_real_layers() -> None:
     x = torch.randn(4096, INPUTS, dtype=torch.bfloat16)
     with Peak() as peak:
         linear(x)
-    found = cast_bytes(layer.rounded, components_of(layer), SIZES, Setting(Execution(), 2))
+    actual = cast_bytes(layer.rounded, components_of(layer), SIZES, Setting(Execution(), 2))
     largest = 4096 * OUTPUTS  # of a gradient; the forward has the input
-    assert float(found[0]) == 9 * largest
+    assert float(actual[0]) == 9 * largest
     assert peak.most == pytest.approx(9 * x.numel(), rel=0.01)
 
 
@@ -104,8 +104,8 @@ def test_float8_matmul_rate_follows_device() -> None:
     def matmul_ms(layer: LayerDescription, device: str) -> float:
         operators = layer_operators(layer, SIZES, setting).forward
         profile = load_profile(device)
-        found = [operator_ms(o, profile, "bfloat16") for o in operators if o.kind == "matmul"]
-        return float(sum(found)[0])  # type: ignore[index]
+        actual = [operator_ms(o, profile, "bfloat16") for o in operators if o.kind == "matmul"]
+        return float(sum(actual)[0])  # type: ignore[index]
 
     assert matmul_ms(rounds, "h100") == pytest.approx(matmul_ms(plain, "h100") / 2, rel=0.02)
     assert matmul_ms(emulated, "h100") == pytest.approx(matmul_ms(plain, "h100"), rel=0.02)

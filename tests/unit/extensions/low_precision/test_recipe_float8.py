@@ -76,8 +76,8 @@ def test_valid_float8_recipe_loads(recipe: Path, arguments: str) -> None:
 def test_unsupported_float8_recipe_is_rejected(
     recipe: Path, arguments: str, key: str, text: str
 ) -> None:
-    found = problems_of(recipe, *arguments.split(), world_size=4)
-    assert any(key in problem and text in problem for problem in found), found
+    actual = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(key in problem and text in problem for problem in actual), actual
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_unsupported_float8_recipe_is_rejected(
 def test_bfloat16_parameters_are_rejected(
     recipe: Path, arguments: str, key: str, text: str
 ) -> None:
-    found = problems_of(recipe, *arguments.split(), world_size=4)
-    assert any(f": {key}" in problem and text in problem for problem in found), found
+    actual = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(f": {key}" in problem and text in problem for problem in actual), actual

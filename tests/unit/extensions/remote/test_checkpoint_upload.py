@@ -74,14 +74,14 @@ def store(tmp_path) -> Path:
 @pytest.fixture
 def new_host(tmp_path, store):
     """Yield a function that makes hosts."""
-    made = []
+    created = []
 
     def make() -> Host:
-        made.append(Host(tmp_path / f"machine{len(made)}", str(store)))
-        return made[-1]
+        created.append(Host(tmp_path / f"machine{len(created)}", str(store)))
+        return created[-1]
 
     yield make
-    for machine in made:
+    for machine in created:
         machine.close()
 
 
@@ -115,8 +115,8 @@ def test_another_host_resumes_from_upload(new_host, store):
     last = new_host().save(1, 2)
     assert committed(store) == [2, 1]
     other_host = new_host()
-    step, found = other_host.resume()
-    assert step == 2 and same(found, last)
+    step, actual = other_host.resume()
+    assert step == 2 and same(actual, last)
     assert not find_problems(other_host.run_dir / "checkpoints" / "step-2")
 
 
@@ -134,11 +134,11 @@ def test_upload_to_object_store_urls_resumes(tmp_path, address, object_server):
     object_server.put("uploads", "other/file", b"")
     first_host, second_host = Host(tmp_path / "a", address), Host(tmp_path / "b", address)
     last = first_host.save(1, 2, 3)
-    step, found = second_host.resume()
-    assert step == 3 and same(found, last)
+    step, actual = second_host.resume()
+    assert step == 3 and same(actual, last)
     second_host.save(4)
-    found = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
-    assert [step_of_upload_folder(name) for name in found] == [4, 3]
+    actual = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
+    assert [step_of_upload_folder(name) for name in actual] == [4, 3]
 
 
 @pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
@@ -149,8 +149,8 @@ def test_upload_to_local_url_uses_directory(tmp_path, monkeypatch, place):
     last = Host(tmp_path / "a", address).save(1, 2)
     assert committed(tmp_path / "sp ace") == [2, 1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "sp ace"]
-    step, found = Host(tmp_path / "b", address).resume()
-    assert step == 2 and same(found, last)
+    step, actual = Host(tmp_path / "b", address).resume()
+    assert step == 2 and same(actual, last)
 
 
 @pytest.mark.parametrize("address", ["{}", "file://{}"])
@@ -164,8 +164,8 @@ def test_local_checkpoint_is_not_downloaded(new_host, store, monkeypatch):
     machine = new_host()
     last = machine.save(1, 2)
     monkeypatch.setattr(RemoteCheckpoints, "fetch", None)
-    step, found = machine.resume()
-    assert step == 2 and same(found, last)
+    step, actual = machine.resume()
+    assert step == 2 and same(actual, last)
 
 
 def test_resume_from_named_url_without_remote_dir(tmp_path):
@@ -176,10 +176,10 @@ def test_resume_from_named_url_without_remote_dir(tmp_path):
     saved(manager, 2)
     host.close()
     name = RemoteCheckpoints("memory://named/run", 1.0, logger).committed()[1]
-    alone = make_manager(tmp_path / "alone", resume=f"memory://named/run/{name}")
+    single = make_manager(tmp_path / "alone", resume=f"memory://named/run/{name}")
     model, optimizer = build(seed=4)
-    assert alone.resume(model, optimizer).step == 1 and same(everything(model, optimizer), first)
-    alone.close()
+    assert single.resume(model, optimizer).step == 1 and same(everything(model, optimizer), first)
+    single.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -191,8 +191,8 @@ def test_damaged_upload_is_skipped_for_older_one(new_host, store, seed):
     good = {p.name: p.read_bytes() for p in folder(store, 3).iterdir()}
     place = folder(store, 3)
     description = damage(place, random.Random(seed))
-    step, found = new_host().resume()
-    assert step == 2 and same(found, older), description
+    step, actual = new_host().resume()
+    assert step == 2 and same(actual, older), description
     for file in place.iterdir():  # a restored copy must be valid again
         file.unlink()
     for name, content in good.items():
@@ -389,8 +389,8 @@ def test_full_disk_leaves_no_manifest(new_host, store, monkeypatch):
     assert committed(store) == [1]
     assert machine.resume()[0] == 2
     assert committed(store) == [2, 1]
-    step, found = new_host().resume()
-    assert step == 2 and same(found, last)
+    step, actual = new_host().resume()
+    assert step == 2 and same(actual, last)
 
 
 def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
@@ -431,8 +431,8 @@ def test_damaged_upload_is_repeated_at_start(new_host, store, damaged):
     (place / ".index.json.0123").write_bytes(b"of a killed process")
     assert machine.resume()[0] == 2
     assert {p.name: p.read_bytes() for p in place.iterdir()} == good
-    step, found = new_host().resume()
-    assert step == 2 and same(found, last)
+    step, actual = new_host().resume()
+    assert step == 2 and same(actual, last)
 
 
 def test_complete_upload_is_not_repeated(new_host, store, monkeypatch):
@@ -471,12 +471,12 @@ def test_checkpoint_metrics_cover_finished_saves(new_host, store):
     assert manager.pop_metrics() == {}
     saved(manager, 1)
     manager._uploads.wait()
-    found = manager.pop_metrics()
+    actual = manager.pop_metrics()
     files = [p for p in (machine.run_dir / "checkpoints/step-1").iterdir()]
     written = sum(p.stat().st_size for p in files if p.name != MANIFEST_NAME)
-    assert found["checkpoint_bytes"] == found["checkpoint_upload_bytes"] == written
+    assert actual["checkpoint_bytes"] == actual["checkpoint_upload_bytes"] == written
     assert all(
-        found[key] > 0
+        actual[key] > 0
         for key in ("checkpoint_save_ms", "checkpoint_wait_ms", "checkpoint_upload_ms")
     )
     assert manager.pop_metrics() == {}

@@ -117,7 +117,7 @@ def test_clients_that_do_not_read_lose_their_slots(site, large):
     while producer._request_slots._value < 4 and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert producer._request_slots._value == 4 and producer.watch.closed == 4
-    assert all(job.wanted == 0 for job in producer.work._jobs.values())
+    assert all(job.num_requests == 0 for job in producer.work._jobs.values())
     for stream in streams:
         with pytest.raises(flight.FlightError):
             stream.read_all()

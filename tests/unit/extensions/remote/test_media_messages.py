@@ -64,18 +64,18 @@ def test_invalid_kept_tiles_are_rejected(changes, open_run) -> None:
     _, (microbatch, *_), _, _ = open_run("llava_onevision", **changes)
     inputs = microbatch.encoders["vision"]
     assert inputs.kept is not None
-    valid = [list(kept) for kept in inputs.kept]
+    valid = [list(retained) for retained in inputs.kept]
     wrong = [None, valid[:-1], [None, *valid[1:]], [[0] * 6, *valid[1:]]]
-    for image, kept in enumerate(valid):
+    for image, retained in enumerate(valid):
         for position in range(6):
             for value in (-1, 10**6, 1.0, True, "x", None, [[9, 9]] * 6):
-                if json.dumps(value) != json.dumps(kept[position]):
-                    other = [*kept[:position], value, *kept[position + 1 :]]
+                if json.dumps(value) != json.dumps(retained[position]):
+                    other = [*retained[:position], value, *retained[position + 1 :]]
                     wrong.append([*valid[:image], other, *valid[image + 1 :]])
-        shrunk = kept[5]
+        shrunk = retained[5]
         for position in range(6 if shrunk else 0):
             for value in (-1, 10**6, [0, 10**6], [3, 1], [0, 1, 2], 0.5):
-                other = [*kept[:5], [*shrunk[:position], value, *shrunk[position + 1 :]]]
+                other = [*retained[:5], [*shrunk[:position], value, *shrunk[position + 1 :]]]
                 wrong.append([*valid[:image], other, *valid[image + 1 :]])
     for values in wrong:
         inputs.kept = values

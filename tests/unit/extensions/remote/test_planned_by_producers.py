@@ -108,11 +108,11 @@ def test_producer_failover_preserves_plan(site):
     expected = take(site.loader())
     addresses = [site.start(), site.start()]
     steps = iter(site.loader(*addresses))
-    found = [next(steps)]
+    actual = [next(steps)]
     site.opened[0].close()
-    found += islice(steps, 5)
-    assert [(content(b), b.skipped, b.state) for b in found] == expected
-    resumed = site.loader(addresses[1], state=found[2].state)
+    actual += islice(steps, 5)
+    assert [(content(b), b.skipped, b.state) for b in actual] == expected
+    resumed = site.loader(addresses[1], state=actual[2].state)
     assert take(resumed, 3) == expected[3:]
 
 

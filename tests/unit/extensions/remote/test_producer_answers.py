@@ -59,7 +59,7 @@ class Requested:
 
     def messages(self, part=None, values=None, tensors=None, without=()):
         """Return all messages as sent, one of them with changes."""
-        found = []
+        results = []
         for name, message in self.sent.items():
             new_values, new_tensors = dict(message.values), dict(message.tensors)
             if name == part:
@@ -68,8 +68,8 @@ class Requested:
                 for key in without:
                     new_values.pop(key, None)
                     new_tensors.pop(key, None)
-            found.append(encode_message(TensorMessage(new_values, new_tensors), 0))
-        return found
+            results.append(encode_message(TensorMessage(new_values, new_tensors), 0))
+        return results
 
     def rejection(self, *args, **changes) -> str:
         with pytest.raises(ValueError) as caught:
@@ -81,15 +81,15 @@ def requests(site, spec):
     """Return microbatches with each kind of part, one of them with a corrupt sample."""
     loader = site.loader(spec=spec)
     decoder = loader._decoder
-    found = {}
+    results = {}
     for planned in planned_shares(loader):
         for packs, images in zip(planned, decoder.images_to_decode(planned), strict=True):
             each = Requested(decoder, packs, images)
             kind = (*each.sent, "corrupt") if each.corrupt else tuple(each.sent)
-            found.setdefault(kind, each)
-        if any("corrupt" in kind for kind in found) and len(found) > 2:
-            return list(found.values())
-    raise AssertionError(found.keys())
+            results.setdefault(kind, each)
+        if any("corrupt" in kind for kind in results) and len(results) > 2:
+            return list(results.values())
+    raise AssertionError(results.keys())
 
 
 @pytest.fixture(scope="module", params=["clip", "qwen", "fractional"])
@@ -105,14 +105,14 @@ def requested(request, tmp_path_factory, tokenizer, text_spec):
 def test_valid_response_is_accepted(requested):
     for each in requested:
         step = each.unpack(each.messages())
-        (found,) = step.microbatches
+        (actual,) = step.microbatches
         assert step.corrupt == each.corrupt
         assert {m.values["part"] for m in step_messages(step)} == set(each.sent)
         for message in step_messages(step):
             sent = each.sent[message.values["part"]]
             assert json.dumps(message.values) == json.dumps(sent.values)
             assert all(torch.equal(t, sent.tensors[n]) for n, t in message.tensors.items())
-        assert found.meta.tokens == len(found.input_ids_T)
+        assert actual.meta.tokens == len(actual.input_ids_T)
 
 
 def test_invalid_value_is_rejected_with_name(requested):

@@ -109,10 +109,10 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path, tokenizer, text_spec):
-    found = Site(tmp_path, tokenizer, text_spec)
-    yield found
-    while found.opened:
-        found.stop()
+    results = Site(tmp_path, tokenizer, text_spec)
+    yield results
+    while results.opened:
+        results.stop()
 
 
 @pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
@@ -163,23 +163,23 @@ def test_killed_worker_and_producer_lose_no_batches(site):
     expected = take(site.loader(), 12)
     addresses = [site.producer(workers=1), site.producer()]
     batches = iter(site.loader(*addresses, workers=1))
-    found = []
+    actual = []
     for number in range(12):
-        found += take(batches, 1)
+        actual += take(batches, 1)
         if number == 2:
             pool = site.opened[0].work._pool
             os.kill(next(iter(pool._processes)), signal.SIGKILL)
         if number == 6:
             site.stop(0)
-    assert found == expected
+    assert actual == expected
 
 
 def test_resume_with_different_producers_is_exact(site):
     expected = take(site.loader(), 6)
     first = take(site.loader(site.producer()), 3)
     site.stop()
-    found = first + take(site.loader(site.producer(), state=first[-1][2]), 3)
-    assert [(c, state) for c, _, state in found] == [(c, state) for c, _, state in expected]
+    actual = first + take(site.loader(site.producer(), state=first[-1][2]), 3)
+    assert [(c, state) for c, _, state in actual] == [(c, state) for c, _, state in expected]
 
 
 def test_busy_producer_is_retried(site):
@@ -337,24 +337,24 @@ def correct_messages(site):
     """Return the messages of the first step."""
     loader = site.loader()
     planned = next(planned_shares(loader))
-    wanted = loader._decoder.images_to_decode(planned)
+    expected = loader._decoder.images_to_decode(planned)
     return [
         (number, message)
-        for number, each in enumerate(zip(planned, wanted, strict=True))
+        for number, each in enumerate(zip(planned, expected, strict=True))
         for message in step_messages(loader._decoder.decode_one(*each))
     ]
 
 
 def changed_messages(sent, number, part, values=None, tensors=None):
     """Return correct messages, one of them with different values or tensors."""
-    found = []
+    results = []
     for of, message in sent:
         values_now, tensors_now = dict(message.values), dict(message.tensors)
         if (of, message.values["part"]) == (number, part):
             values_now |= values or {}
             tensors_now |= tensors or {}
-        found.append(encode_message(TensorMessage(values_now, tensors_now), of))
-    return found
+        results.append(encode_message(TensorMessage(values_now, tensors_now), of))
+    return results
 
 
 def malformed_responses(sent):
@@ -406,10 +406,10 @@ def test_ranks_with_same_samples_share_decoding(site):
     work = site.opened[0].work
     no_pixels = DecodeAssignment({})
     loaders = [site.loader(address, reads=no_pixels) for _ in range(3)]
-    found = [take(loader, 2) for loader in loaders]
-    assert found[0] == found[1] == found[2]
-    steps = len(found[0])
-    microbatches = len(found[0][0][0])
+    actual = [take(loader, 2) for loader in loaders]
+    assert actual[0] == actual[1] == actual[2]
+    steps = len(actual[0])
+    microbatches = len(actual[0][0][0])
     assert work.decoded == steps * microbatches
     take(site.loader(address), 2)
     assert work.decoded == 2 * steps * microbatches

@@ -23,9 +23,9 @@ TIMEOUT_S = 200
 
 @pytest.fixture
 def registry():
-    found = Registry("127.0.0.1:0")
-    yield found
-    found.shutdown()
+    results = Registry("127.0.0.1:0")
+    yield results
+    results.shutdown()
 
 
 def addresses(registry, count: int, without: str = "") -> set[str]:
@@ -56,21 +56,21 @@ def test_ray_restarts_killed_producer(site, registry):
     before = signal.getsignal(signal.SIGTERM)
     try:
         batches = iter(site.loader(workers=1, **settings))
-        found = take(batches, 3)
+        actual = take(batches, 3)
         first = addresses(registry, 3)
         killed, process = ray.get(producers.actors[0].describe.remote())
         os.kill(process, signal.SIGKILL)
-        found += take(batches, 3)
+        actual += take(batches, 3)
         second = addresses(registry, 3, without=killed)
         assert first - second == {killed}  # Ray started a replacement
         added = producers.add()
         third = addresses(registry, 4)
         assert ray.get(added.describe.remote())[0] in third - second
-        found += take(batches, 3)
+        actual += take(batches, 3)
         producers.remove(producers.actors[1])
         assert addresses(registry, 3) < third
-        found += take(batches, 3)
-        assert found == expected
+        actual += take(batches, 3)
+        assert actual == expected
     finally:
         producers.close()
     assert not ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before

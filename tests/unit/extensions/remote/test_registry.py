@@ -86,25 +86,25 @@ class Reporting:
 
 @pytest.fixture
 def reporting(site):
-    found = Reporting(site)
-    yield found
-    found.close()
+    results = Reporting(site)
+    yield results
+    results.close()
 
 
 def test_producers_can_be_added_and_removed(reporting, site):
     expected = take(site.loader(), 12)
     first = reporting.add()
     batches = iter(site.loader(registry=reporting.address))
-    found = take(batches, 3)
+    actual = take(batches, 3)
     second = reporting.add()
-    found += take(batches, 3)
+    actual += take(batches, 3)
     reporting.remove(0)
     assert reporting.listed() == [second]
-    found += take(batches, 3)
+    actual += take(batches, 3)
     third = reporting.add()
     reporting.kill(0)
-    found += take(batches, 3)
-    assert found == expected and len({first, second, third}) == 3
+    actual += take(batches, 3)
+    assert actual == expected and len({first, second, third}) == 3
     reporting.until(lambda listed: listed == [third])  # the killed producer expires
 
 
@@ -118,12 +118,12 @@ def test_all_producers_receive_requests(reporting, site):
 def test_run_continues_without_registry(reporting, site):
     reporting.add()
     batches = iter(site.loader(registry=reporting.address))
-    found = take(batches, 2)
+    actual = take(batches, 2)
     port = reporting.registry.port
     reporting.registry.shutdown()
     time.sleep(2.5)  # the listed producers are outdated
-    found += take(batches, 2)
-    assert found == take(site.loader(), 4)
+    actual += take(batches, 2)
+    assert actual == take(site.loader(), 4)
     reporting.registry = Registry(f"127.0.0.1:{port}")
     reporting.until(lambda listed: len(listed) == 1)
 
@@ -299,10 +299,10 @@ def test_kubernetes_manifest_uses_valid_arguments():
     assert registry_parser().parse_args(arguments).bind.endswith(":7410")
     (producer,) = pods["torchmm-producers"]["containers"]
     _, _, _, module, *arguments = producer["args"][0].split()
-    found, overrides = serve_parser().parse_known_args(arguments)
+    actual, overrides = serve_parser().parse_known_args(arguments)
     assert module == "torchmm.data.serve" and overrides == []
-    assert found.registry.endswith(":7410") and found.advertise.endswith(":7411")
-    assert found.tls_key and found.tls_certificate and found.ca_certificate
+    assert actual.registry.endswith(":7410") and actual.advertise.endswith(":7411")
+    assert actual.tls_key and actual.tls_certificate and actual.ca_certificate
 
 
 def test_requests_are_proportional_to_workers():

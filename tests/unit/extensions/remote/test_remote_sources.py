@@ -120,8 +120,8 @@ def test_energon_splits_of_remote_folder_apply(object_server, folder, tmp_path):
     object_server.put_folder("excluded", folder / "energon", "energon/")
     write_split(["shards/{a,b}.tar"])
     config = SourceConfig(path="s3://excluded/energon")
-    found = open_at(tmp_path, config.path)
-    assert len(found) == 14 and ":003" not in " ".join(found.read(i).location for i in range(14))
+    actual = open_at(tmp_path, config.path)
+    assert len(actual) == 14 and ":003" not in " ".join(actual.read(i).location for i in range(14))
     kind, files = resolve_files(config, open_file_system(config.path, data_of(tmp_path)))
     assert kind == "energon" and [f.name for f in files][-2:] == ["split.yaml", "b.tar"]
     with pytest.raises(DataError, match="no shards for split 'test'"):

@@ -299,13 +299,13 @@ def test_unknown_store_is_config_error(root):
 
 def test_secret_in_url_is_rejected_without_showing_it():
     sources = '--data.sources=[{path="https://host/x.tar?X-Amz-Signature=hushhush"}]'
-    found = problems_of(QUICKSTART, sources, world_size=1)
-    assert any("data.sources[0].path" in p and "?X-Amz-Signature=" in p for p in found)
-    assert not any("hushhush" in p for p in found)
+    actual = problems_of(QUICKSTART, sources, world_size=1)
+    assert any("data.sources[0].path" in p and "?X-Amz-Signature=" in p for p in actual)
+    assert not any("hushhush" in p for p in actual)
     plain = '--data.sources=[{path="s3://bucket/x"}]'
-    found = problems_of(QUICKSTART, plain, "--data.storage.retry_timeout_s=500.0", world_size=1)
-    assert not any("data.sources[0].path" in p for p in found)
-    assert any("data.storage.retry_timeout_s" in p and "data.timeout_s" in p for p in found)
+    actual = problems_of(QUICKSTART, plain, "--data.storage.retry_timeout_s=500.0", world_size=1)
+    assert not any("data.sources[0].path" in p for p in actual)
+    assert any("data.storage.retry_timeout_s" in p and "data.timeout_s" in p for p in actual)
 
 
 @pytest.mark.parametrize("root", ["s3://written", "memory://written"])
@@ -320,12 +320,12 @@ def test_objects_are_written_in_parts_and_removed(object_server, tmp_path, root)
     if root.startswith("s3"):
         parts = [path for method, path, _ in object_server.requests if "partNumber" in path]
         assert len(parts) > 1
-    found = {item.path: item for item in client.list("a")}
-    assert {path: item.size for path, item in found.items()} == {
+    actual = {item.path: item for item in client.list("a")}
+    assert {path: item.size for path, item in actual.items()} == {
         "a/large": len(content),
         "a/small": 5,
     }
-    large = found["a/large"]
+    large = actual["a/large"]
     assert client.read("a/large", 0, large.size, large.version) == content
     client.remove("a/large")
     client.remove("a/large")

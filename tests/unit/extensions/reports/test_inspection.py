@@ -161,13 +161,13 @@ def test_inspection_reports_each_record_once(inspect, tmp_path, capsys):
     ("fraction", "answer"), [("0.5", "allow this number"), ("0.1", "end a run")]
 )
 def test_inspection_decodes_and_checks_limits(fraction, answer, inspect, tmp_path, capsys):
-    found = rows(tmp_path, 3)
+    actual = rows(tmp_path, 3)
     full = png(400, 300)
     (tmp_path / "half.png").write_bytes(full[: len(full) // 2])
-    found.append({"image": "half.png", "text": "a dog"})
-    inspect(found, "--samples", "1")
+    actual.append({"image": "half.png", "text": "a dog"})
+    inspect(actual, "--samples", "1")
     assert "are corrupt" not in capsys.readouterr().out
-    inspect(found, "--samples", "1", "--decode", "--data.max_corrupt_fraction", fraction)
+    inspect(actual, "--samples", "1", "--decode", "--data.max_corrupt_fraction", fraction)
     out = " ".join(capsys.readouterr().out.split())
     assert "about 1 of 4 samples are corrupt (25.0%)" in out and answer in out
     assert "rows.jsonl:4: image cannot be decoded" in out

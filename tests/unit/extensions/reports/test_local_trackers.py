@@ -34,8 +34,8 @@ def test_resumed_steps_replace_earlier_tensorboard_steps(tmp_path: Path) -> None
             tracker.record(record(step, loss))
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = [(e.step, e.value) for e in events.Scalars("train/loss")]
-    assert found == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0), (5, 9.0)]
+    actual = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert actual == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0), (5, 9.0)]
 
 
 def test_tensorboard_shows_late_scores(tmp_path: Path) -> None:

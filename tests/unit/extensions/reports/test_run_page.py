@@ -230,8 +230,8 @@ def test_every_console_comes_from_make_console() -> None:
     files = [root / "train.py"]
     for folder in ("torchmm", "scripts", "benchmarks"):
         files += (root / folder).rglob("*.py")
-    found = {f.name for f in files if re.search(r"\bConsole\(", f.read_text())}
-    assert found == {
+    actual = {f.name for f in files if re.search(r"\bConsole\(", f.read_text())}
+    assert actual == {
         "log.py",
         "screenshots.py",
     }  # screenshots.py prints the output of other programs
@@ -269,13 +269,13 @@ def test_report_is_rewritten_after_interval(run_dir: Path, monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(html_pages.time, "monotonic", lambda: now[0])
     sink, page = PageSink(run_dir), run_dir / "index.html"
-    found = []
+    actual = []
     for later_s in (0.0, 29.0, 2.0):
         page.unlink(missing_ok=True)
         now[0] += later_s
         sink.emit({})
-        found.append(page.exists())
-    assert found == [True, False, True]
+        actual.append(page.exists())
+    assert actual == [True, False, True]
 
 
 @pytest.mark.parametrize(("state", "renews"), [("running", "30"), ("done", "0")])
