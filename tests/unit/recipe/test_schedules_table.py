@@ -34,7 +34,7 @@ def test_incomplete_registration_is_rejected() -> None:
 
 
 def test_some_schedules_separate_modules() -> None:
-    separating = [name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules]
+    separating = [name for name in SCHEDULES if ParallelConfig(schedule=name).has_module_segments]
     assert separating == ["separated", "searched"]
     assert ParallelConfig(schedule="csv:order.csv").has_module_segments
     assert not ParallelConfig(schedule="unknown").has_module_segments
