@@ -82,8 +82,8 @@ def test_extension_section_becomes_a_key(monkeypatch):
         name: str = "x"
 
     plain = Plain.model_validate({"added": {"value": 4}})
-    assert Added.of(plain).value == 4
-    assert Added.of(Plain()).value == 3
+    assert Added.from_parent(plain).value == 4
+    assert Added.from_parent(Plain()).value == 3
     with pytest.raises(ValueError, match=r"added.value"):
         Plain.model_validate({"added": {"value": "four"}})
 
@@ -99,7 +99,7 @@ def test_extension_keys_join_the_section(monkeypatch):
         name: str = "x"
 
     plain = Plain.model_validate({"value": 4})
-    assert Added.of(plain).value == 4
+    assert Added.from_parent(plain).value == 4
     assert list(plain.model_dump()) == ["name", "value"]
     with pytest.raises(ValueError, match="extra"):
         Plain.model_validate({"other": 1})

@@ -1,4 +1,4 @@
-"""Inputs that a rank of a pipeline receives."""
+"""Tests of `drop_unread_pixels`: pixels that only other ranks read are omitted."""
 
 import torch
 

@@ -23,7 +23,7 @@ def test_reliability_page_is_up_to_date(script):
     assert len(counts) == len(script["FAULTS"])
 
 
-def test_every_fault_of_the_list_and_finding_of_the_review_is_there(script):
+def test_every_listed_fault_has_a_row(script):
     rows = [*script["FAULTS"], *script["LIMITATIONS"]]
     numbers = {number for row in rows for number in row.number.split(", ")}
     last_numbers = {"F": 33, "R": 11, "S": 10}

@@ -84,8 +84,8 @@ def test_plotted_makespan_follows_durations(draw):
     llm = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 3, "--layers", "llm=8")
     assert "1f1b: 48 ms" in draw(*llm)[1]  # (3 + 1) x (4 + 8)
     slower = draw(*llm, "--layer-ms", "llm=0.5", "--transfer-ms", 1)[1]
-    assert "1f1b: 28 ms" in slower  # half of it, and four transfers that nothing hides
-    # Images 5 and 2 in parts of at most 3: forwards of 3, 2 and 2 ms; 2 x 1 ms for the LLM.
+    assert "1f1b: 28 ms" in slower  # half of it, and four exposed transfers
+    # Images 5 and 2 in sub-microbatches of at most 3: 3, 2 and 2 ms. The LLM takes 2 x 1 ms.
     both = ("--schedule", "separated", "--stages", 1, "--images", "5,2",
             "--sub-microbatch-images", 3, "--layers", "vision=1,llm=1")  # fmt: skip
     _, text, _, actions = draw(*both)

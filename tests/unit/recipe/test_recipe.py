@@ -91,7 +91,7 @@ def test_bases_merge_tables_and_replace_lists(write, tmp_path):
 
 def test_circular_bases_are_rejected(write):
     write("a.toml", 'base = "b.toml"\n')
-    assert "circle" in one_problem(write("b.toml", 'base = "a.toml"\n'))
+    assert "circular base" in one_problem(write("b.toml", 'base = "a.toml"\n'))
 
 
 def test_missing_base_names_the_recipe(write, tmp_path):
