@@ -80,15 +80,15 @@ def _with_transfers(
 ) -> PlanCosts:
     """Return costs with measured transfer times."""
     pairs: dict[tuple[Message, bool], Pair] = {}
-    modelled_ms: dict[Pair, list[float]] = defaultdict(list)
+    modeled_ms: dict[Pair, list[float]] = defaultdict(list)
     for key, ms in costs.transfer_ms.items():
         message, _ = key
         ends = graph.rank(graph.producer(message)), graph.rank(graph.consumer(message))
         pair = pairs[key] = min(ends), max(ends)
-        modelled_ms[pair].append(ms)
+        modeled_ms[pair].append(ms)
     more_ms = {
         pair: between_ms[pair] - mean(pair_ms)
-        for pair, pair_ms in modelled_ms.items()
+        for pair, pair_ms in modeled_ms.items()
         if pair in between_ms
     }
     transfer_ms = {
@@ -106,7 +106,7 @@ def _measured(
 ) -> PlanCosts:
     """Return costs with the measured times described in `searched_costs`."""
     stages = graph.layout.stages
-    modelled_ms: dict[RankKind, float] = defaultdict(float)
+    modeled_ms: dict[RankKind, float] = defaultdict(float)
     work: dict[RankKind, float] = defaultdict(float)
     groups: dict[Action, RankKind] = {}
     for action, ms in costs.compute_ms.items():
@@ -116,10 +116,10 @@ def _measured(
         group = groups[action] = (
             rank_kind if rank_kind in fits else (ALL_RANKS, stage.module, action.type)
         )
-        modelled_ms[group] += ms
+        modeled_ms[group] += ms
         work[group] += flops(action)
     factors: dict[RankKind, float] = {}
-    for group, ms in modelled_ms.items():
+    for group, ms in modeled_ms.items():
         rate = fits[group].ms_per_flop if group in fits else rates.get(group[1:])
         factors[group] = 1.0
         if rate is not None and ms > 0 and work[group] > 0:
@@ -133,7 +133,7 @@ def _measured(
     return replace(costs, compute_ms=compute_ms, tensor_ms=tensor_ms)
 
 
-def modelled_totals(
+def modeled_totals(
     graph: StageGraph, costs: PlanCosts, flops: Durations
 ) -> dict[ActionKind, Total]:
     """Return the modeled time and the FLOPs of all actions of each kind."""

@@ -47,7 +47,7 @@ from torchmm.balance.rates import (
 )
 from torchmm.balance.run_costs import run_costs, run_profile, run_tuning
 from torchmm.balance.section import SearchConfig
-from torchmm.balance.step_plans import modelled_totals
+from torchmm.balance.step_plans import modeled_totals
 from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.flops import task_durations
@@ -128,8 +128,8 @@ class MeasuringPlanner(BackgroundPlanner):
         self._searches = costs is not None
         self._learns = False
         """Whether searches in the background use measured times."""
-        self._modelled: dict[ActionKind, Total] = {}
-        """Modelled times of the step on the rank that plans, if they are compared with measured
+        self._modeled: dict[ActionKind, Total] = {}
+        """Modeled times of the step on the rank that plans, if they are compared with measured
         times."""
         self._monitor: DriftMonitor | None = None
         # The search uses measured times in any case.
@@ -161,12 +161,12 @@ class MeasuringPlanner(BackgroundPlanner):
     ) -> PlannedStep:
         planned = super()._make_plan(step, metas, upcoming)
         if self._monitor is not None and self._searches:
-            # Measured times of the step are compared with its modelled times.
+            # Measured times of the step are compared with its modeled times.
             assert self._leader is not None
             request = PlanRequest(step, tuple(metas), self._measured())
             work = StepWork(self._leader.setup, request)
             flops = task_durations(work.graph, self._pipeline.descriptions, metas)
-            self._modelled = modelled_totals(work.graph, work.costs, flops)
+            self._modeled = modeled_totals(work.graph, work.costs, flops)
         return planned
 
     def learn(
@@ -197,8 +197,8 @@ class MeasuringPlanner(BackgroundPlanner):
             predicted_ms = planned.statistics.get("predicted_step_ms")
             self._leader.remember(step_ms, predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # collective, equal on all ranks
-            modelled = {(0, *kind): total for kind, total in self._modelled.items()}
-            self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))
+            modeled = {(0, *kind): total for kind, total in self._modeled.items()}
+            self._monitor.expect(step_totals(self._of_all_ranks(modeled, graph)))
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 

@@ -181,7 +181,7 @@ def _improved(
     better = True
     while better:
         better = False
-        for neighbor in _neighbours(divided, limits):
+        for neighbor in _neighbors(divided, limits):
             if tuple(neighbor.items()) in seen or len(seen) >= tries:
                 continue
             seen.add(tuple(neighbor.items()))
@@ -192,7 +192,7 @@ def _improved(
     return best
 
 
-def _neighbours(divided: Divided, limits: Divided) -> Iterator[Divided]:
+def _neighbors(divided: Divided, limits: Divided) -> Iterator[Divided]:
     """Yield partitions in which one number, or all numbers of segments, are changed."""
     segments = [key for key in limits if key[1] == "segments"]
     for change in (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1):

@@ -21,7 +21,7 @@ from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES, BubbleClass, Timeline, analyze_timeline
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
 # Mixed with white (> 0) or black (< 0). A module has the same hue in forward and backward passes.
 _SHADES = {ActionType.F: 0.6, ActionType.B: 0.0, ActionType.I: 0.3, ActionType.W: -0.35}
 _NAMES = {
@@ -88,27 +88,27 @@ def timelines_svg(
     span_ms = max(timeline.makespan_ms for timeline in timelines) or 1.0
     width_px = width_px or _default_width(panels)
     scale = (width_px - _LEFT - _RIGHT) / span_ms
-    colours = _module_colours(panels)
+    colors = _module_colors(panels)
     body = [f'<text class="t b" x="8" y="22">{escape(title)}</text>']
-    legend, legend_y = _flow(_legend(panels, timelines, colours), 42, width_px)
+    legend, legend_y = _flow(_legend(panels, timelines, colors), 42, width_px)
     body += legend
     top = legend_y + 20
     for panel, timeline in zip(panels, timelines, strict=True):
         body += _heading(panel.label, timeline, top)
         body += _axis(span_ms, scale, top + 26, _ROW * panel.layout.rank_count)
-        body += _rows(panel, timeline, colours, scale, top + 26)
+        body += _rows(panel, timeline, colors, scale, top + 26)
         top += 26 + _ROW * panel.layout.rank_count + 40
     fills = "".join(
         f".{_class(index, kind)}{{fill:#{bytes(_shade(index, kind)).hex()}}}"
-        for index in colours.values()
+        for index in colors.values()
         for kind in COMPUTE
     )
     patterns = "".join(
         f'<pattern id="{kind}" width="{distance:g}" height="{distance:g}" '
         f'patternUnits="userSpaceOnUse" patternTransform="rotate({angle})">'
         f'<rect width="{distance:g}" height="{distance:g}" fill="#f6f6f6"/>'
-        f'<path d="M0 0H{distance:g}" stroke="{colour}" stroke-width="1.6"/></pattern>'
-        for kind, (angle, distance, colour) in _HATCHES.items()
+        f'<path d="M0 0H{distance:g}" stroke="{color}" stroke-width="1.6"/></pattern>'
+        for kind, (angle, distance, color) in _HATCHES.items()
     )
     size = f'width="{width_px}" height="{top:g}" viewBox="0 0 {width_px} {top:g}"'
     return "\n".join(
@@ -126,7 +126,7 @@ def timelines_svg(
 def timeline_picture(panel: Panel, width_px: int = 1200) -> Image.Image:
     """Return the boxes of a step as an image, for viewers without SVG support."""
     span_ms = max((record.end_ms for record in panel.records), default=0.0) or 1.0
-    colours = _module_colours([panel])
+    colors = _module_colors([panel])
     picture = Image.new("RGB", (width_px, _ROW * panel.layout.rank_count), "white")
     pen = ImageDraw.Draw(picture)
     for record in panel.records:
@@ -134,7 +134,7 @@ def timeline_picture(panel: Panel, width_px: int = 1200) -> Image.Image:
             left, right = (ms / span_ms * (width_px - 1) for ms in (record.start_ms, record.end_ms))
             top = _ROW * record.rank
             module = panel.layout.stages[record.action.stage].module
-            shade = _shade(colours[module], record.action.type)
+            shade = _shade(colors[module], record.action.type)
             pen.rectangle((left, top, max(left, right - 1), top + _BOX), fill=shade)
     return picture
 
@@ -175,7 +175,7 @@ def _default_width(panels: Sequence[Panel]) -> int:
     return min(max(1200, _LEFT + _RIGHT + 6 * max(boxes.values(), default=0)), 4000)
 
 
-def _module_colours(panels: Sequence[Panel]) -> dict[str, int]:
+def _module_colors(panels: Sequence[Panel]) -> dict[str, int]:
     """Return the color index of each module, in the order of the stages."""
     modules = dict.fromkeys(stage.module for panel in panels for stage in panel.layout.stages)
     return {module: index for index, module in enumerate(modules)}
@@ -183,10 +183,10 @@ def _module_colours(panels: Sequence[Panel]) -> dict[str, int]:
 
 def _shade(module_index: int, kind: ActionType) -> tuple[int, ...]:
     """Return the (red, green, blue) color of a box."""
-    colour = _COLOURS[module_index % len(_COLOURS)]
+    color = _COLORS[module_index % len(_COLORS)]
     fraction = _SHADES[kind]
     goal = 255 if fraction > 0 else 0
-    rgb = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    rgb = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return tuple(round(c + (goal - c) * abs(fraction)) for c in rgb)
 
 
@@ -195,7 +195,7 @@ def _class(module_index: int, kind: ActionType) -> str:
 
 
 def _legend(
-    panels: Sequence[Panel], timelines: Sequence[Timeline], colours: dict[str, int]
+    panels: Sequence[Panel], timelines: Sequence[Timeline], colors: dict[str, int]
 ) -> list[tuple[str, str]]:
     """Return (swatch attributes, text) of modules with the shades that occur, and of hatchings."""
     stages = [panel.layout.stages[r.action.stage] for panel in panels for r in panel.records]
@@ -203,7 +203,7 @@ def _legend(
     used = {(stage.module, kind) for stage, kind in zip(stages, kinds, strict=True)}
     entries = [
         (f'class="{_class(index, kind)}"', f"{escape(module)}: {_NAMES[kind]}")
-        for module, index in colours.items()
+        for module, index in colors.items()
         for kind in COMPUTE
         if (module, kind) in used
     ]
@@ -269,7 +269,7 @@ def _axis(span_ms: float, scale: float, top: float, height: float) -> Iterator[s
 
 
 def _rows(
-    panel: Panel, timeline: Timeline, colours: dict[str, int], scale: float, top: float
+    panel: Panel, timeline: Timeline, colors: dict[str, int], scale: float, top: float
 ) -> Iterator[str]:
     """Yield the boxes of each rank, its name on the left and its idle fraction on the right."""
     ranks: list[list[str]] = [[] for _ in range(panel.layout.rank_count)]
@@ -283,7 +283,7 @@ def _rows(
         if record.action.type in COMPUTE:
             stage = panel.layout.stages[record.action.stage]
             inset = 4 * min(stage.segment, 2)
-            ranks[record.rank].append(_box(record, colours[stage.module], inset, scale))
+            ranks[record.rank].append(_box(record, colors[stage.module], inset, scale))
     for record in panel.records:
         if record.action.type is ActionType.REDUCE_GRAD:  # above the boxes
             width = (record.end_ms - record.start_ms) * scale

@@ -205,7 +205,7 @@ def model_card(
         license = "not recorded"
         for folder in () if "://" in data.path else (path, path.parent):
             prepared: dict[str, Any] = read_prepared(folder.parent)
-            license = prepared.get(folder.name, {}).get("licence", license)
+            license = prepared.get(folder.name, {}).get("license", license)
         revision = f" at {data.revision}" if data.revision else ""
         name = f"`{redact_urls(data.path)}`{revision}"
         lines.append(f"- {name}, weight {data.weight:g}; license: {license}")

@@ -216,10 +216,10 @@ class Tuner:
         scaled = {}
         for stage, of_stage in self.choices.items():
             backwards = [Action(ActionType.B, *task) for task in of_stage.tasks]
-            modelled_ms = sum(self.costs.compute_ms[action] for action in backwards)
+            modeled_ms = sum(self.costs.compute_ms[action] for action in backwards)
             factor = 1.0
-            if modelled_ms > 0:
-                factor = sum(costs.compute_ms[action] for action in backwards) / modelled_ms
+            if modeled_ms > 0:
+                factor = sum(costs.compute_ms[action] for action in backwards) / modeled_ms
             scaled[stage] = replace(
                 of_stage,
                 forward_ms_KMN=factor * of_stage.forward_ms_KMN,
