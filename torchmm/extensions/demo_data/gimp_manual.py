@@ -18,7 +18,7 @@ from torchmm.extensions.demo_data.parquet_files import write_splits
 
 PACKAGE = "gimp-help-en"
 COPYRIGHT_PACKAGE = "gimp-help-common"
-LICENCE = "GFDL-NIV-1.2+"
+LICENSE = "GFDL-NIV-1.2+"
 SKIPPED_CLASSES = {"navheader", "navfooter", "toc"}
 BLOCKS = {"p", "div", "li", "dt", "dd", "tr", "h1", "h2", "h3", "h4", "h5", "br", "pre"}
 VOID = {"img", "br", "hr", "meta", "link", "input", "col"}
@@ -52,7 +52,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             shutil.copy(copyright_file, directory / "COPYRIGHT")
     counts["images"] = sum(image is not None for row in rows for image in row["images"])
     details = {"options": options, "counts": counts}
-    record_data_set(output, "gimp_help", [manual, common], LICENCE, details)
+    record_data_set(output, "gimp_help", [manual, common], LICENSE, details)
 
 
 def _rows(pages: Path) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
 
 
 def record_data_set(
-    output: Path, name: str, packages: list[Package], licence: str, details: dict[str, Any]
+    output: Path, name: str, packages: list[Package], license: str, details: dict[str, Any]
 ) -> None:
     """Add or replace the entry of a finished set.
 
@@ -35,7 +35,7 @@ def record_data_set(
         output: Directory of all sets.
         name: Name of the set and its directory.
         packages: Packages with the content of the set.
-        licence: License of the content.
+        license: License of the content.
         details: `options` of the set, and `counts`.
     """
     files = sorted(f for f in (output / name).rglob("*") if f.is_file())
@@ -44,7 +44,7 @@ def record_data_set(
         "packages": [
             {"name": p.name, "version": p.version, "sha256": sha256(p.file)} for p in packages
         ],
-        "licence": licence,
+        "license": license,
         **details,
         "sha256": {str(f.relative_to(output)): sha256(f) for f in files},
     }

@@ -28,7 +28,7 @@ from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 from torchmm.extensions.demo_data.parquet_files import write_rows
 
 NAME = "printed_times"
-LICENCE = "none on printed times; fonts: DejaVu, free (Bitstream Vera's licence)"
+LICENSE = "none on printed times; fonts: DejaVu, free (license of Bitstream Vera)"
 TIMES = {"train": 4800, "validation": 200}
 HELD_OUT_PERCENT = 20
 SIDE_PX = 64
@@ -65,7 +65,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         for split, count in options["times"].items():
             write_rows(directory / split, list(_rows(split, count, fonts)), FEATURES)
     counts = {**options["times"], "fonts": len(FONTS)}
-    record_data_set(output, NAME, [], LICENCE, {"options": options, "counts": counts})
+    record_data_set(output, NAME, [], LICENSE, {"options": options, "counts": counts})
 
 
 def is_held_out(time: str) -> bool:

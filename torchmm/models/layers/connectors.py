@@ -75,7 +75,7 @@ class MergeMlpConnector(nn.Module):
     Args:
         in_features: Features D_in of a patch.
         out_features: Features D_llm of the embeddings.
-        neighbours: Number n n of merged patches.
+        num_merged_patches: Number n n of merged patches.
         act: Name of the activation.
         bias: Whether the linear layers have a bias.
         eps: Epsilon of the norm.
@@ -254,7 +254,7 @@ def iter_linears(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]
 
 
 def fold_patches(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:
-    """Concatenate the features of `size` x `size` neighbouring patches.
+    """Concatenate the features of `size` x `size` neighboring patches.
 
     Args:
         x_PD: (P, D), outputs of all images, each in row-major order.

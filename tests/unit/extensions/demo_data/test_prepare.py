@@ -137,8 +137,8 @@ def test_stamps_are_split_by_image_and_recorded(tmp_path, stamp_packages):
     assert not files["train"] & files["validation"] and len(files["validation"]) > 0
     assert len(rows["train"]) + len(rows["validation"]) == 120
     assert {row["text"] for row in rows["train"]} >= {"Animal 1.", "Tier 1."}
-    entry = read_prepared_manifest(output)["tuxpaint_stamps"]
-    assert entry["licence"] == "GPL-2" and entry["counts"]["images"] == 60
+    entry = read_prepared(output)["tuxpaint_stamps"]
+    assert entry["license"] == "GPL-2" and entry["counts"]["images"] == 60
     assert entry["packages"][0]["version"] == "1.0"
     assert set(entry["sha256"]) == {
         "tuxpaint_stamps/COPYRIGHT",
@@ -168,6 +168,11 @@ def test_prepare_script_creates_then_reuses_datasets(tmp_path, stamp_packages, t
     assert codes == [0] and second.count("reused") == 2 and "made" not in second, second
     saved = json.loads((tmp_path / "data" / "tokenizer" / "tokenizer_config.json").read_text())
     assert saved["pad_token"] == "<pad>"
+
+
+def test_license_of_earlier_manifest_is_read(tmp_path):
+    (tmp_path / "MANIFEST.json").write_text(json.dumps({"a": {"licence": "GPL-2", "counts": {}}}))
+    assert read_prepared(tmp_path) == {"a": {"license": "GPL-2", "counts": {}}}
 
 
 def test_failed_preparation_preserves_old_dataset(tmp_path):

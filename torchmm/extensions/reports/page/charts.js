@@ -60,7 +60,7 @@ function draw(figure) {
   }
   for (const curve of told.curves) {
     const place = curve.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
-    const look = {class: "curve", stroke: `var(--c${curve.colour % 6})`,
+    const look = {class: "curve", stroke: `var(--c${curve.color % 6})`,
                   "stroke-dasharray": DASHES[curve.dash % 4], points: place.join(" ")};
     if (place.length > 1) element("polyline", look, svg);
     else element("circle", {cx: x(curve.points[0][0]), cy: y(curve.points[0][1]), r: 3,
@@ -84,7 +84,7 @@ function draw(figure) {
         }
       }
       const entry = document.createElement("span"), mark = document.createElement("i");
-      mark.style.background = `var(--c${curve.colour % 6})`;
+      mark.style.background = `var(--c${curve.color % 6})`;
       entry.append(mark, `${curve.name} ${shown(near[1])}`);
       if (step !== null) entry.append(` (step ${near[0]})`);
       legend.appendChild(entry);

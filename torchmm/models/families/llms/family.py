@@ -52,7 +52,7 @@ class LlmFamily:
     without tensor parallelism."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Names of the norms of a layer that read or write the residual stream."""
-    norm_kind: Literal["centred"] | None = None
+    norm_kind: Literal["centered"] | None = None
     """Type of the norms, if neither RMSNorm nor LayerNorm of torch (`LayerDescription`)."""
     norm_place: NormPosition = "before"
     """Position of the norms (`LayerDescription.norm_place`)."""

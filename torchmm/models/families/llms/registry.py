@@ -121,7 +121,7 @@ LLM_FAMILIES = {
     # Attention and MLP read the same norm. Some layers have no rotary positions.
     "cohere2": LlmFamily(
         norms=("input_layernorm",),
-        norm_kind="centred",
+        norm_kind="centered",
         norm_place="shared",
         norm_weight_float32=True,
         rotary_float32=True,
