@@ -85,17 +85,17 @@ def _apply_transfer_times(
     costs: PlanCosts, graph: StageGraph, rank_pair_ms: Mapping[RankPair, float]
 ) -> PlanCosts:
     """Return costs with measured transfer times."""
-    pairs: dict[tuple[Message, bool], Pair] = {}
-    modeled_ms: dict[Pair, list[float]] = defaultdict(list)
+    pairs: dict[tuple[Message, bool], RankPair] = {}
+    modeled_ms: dict[RankPair, list[float]] = defaultdict(list)
     for key, ms in costs.transfer_ms.items():
         message, _ = key
         ends = graph.rank(graph.producer(message)), graph.rank(graph.consumer(message))
         pair = pairs[key] = min(ends), max(ends)
         modeled_ms[pair].append(ms)
     more_ms = {
-        pair: between_ms[pair] - mean(pair_ms)
+        pair: rank_pair_ms[pair] - mean(pair_ms)
         for pair, pair_ms in modeled_ms.items()
-        if pair in between_ms
+        if pair in rank_pair_ms
     }
     transfer_ms = {
         key: max(0.0, ms + more_ms.get(pairs[key], 0.0)) for key, ms in costs.transfer_ms.items()

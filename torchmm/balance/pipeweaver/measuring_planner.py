@@ -49,7 +49,7 @@ from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.balance.run_costs import build_cost_model, build_run_layer_tuning, load_run_profile
 from torchmm.balance.section import SearchConfig
 from torchmm.balance.step_plans import modeled_totals
-from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
+from torchmm.balance.transfer_times import TransferTimes, message_timestamps, rank_pair_times_ms
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.flops import task_durations
 from torchmm.parallel.gather import host_collective_device
@@ -131,7 +131,7 @@ class MeasuringPlanner(BackgroundPlanner):
         self._searches = costs is not None
         self._uses_measured_times = False
         """Whether searches in the background use measured times."""
-        self._modeled: dict[ActionKind, Total] = {}
+        self._modeled: dict[ActionKind, ActionTotals] = {}
         """Modeled times of the step on the rank that plans, if they are compared with measured
         times."""
         self._monitor: DriftMonitor | None = None
@@ -209,7 +209,7 @@ class MeasuringPlanner(BackgroundPlanner):
             self._leader.record_step(step_ms, predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # collective, equal on all ranks
             modeled = {(0, *kind): total for kind, total in self._modeled.items()}
-            self._monitor.expect(step_totals(self._of_all_ranks(modeled, graph)))
+            self._monitor.set_prior(sum_over_ranks(self._sum_over_all_ranks(modeled, graph)))
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 

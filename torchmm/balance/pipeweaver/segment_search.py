@@ -185,7 +185,7 @@ def _search_partitions(
     better = True
     while better:
         better = False
-        for neighbor in _neighbors(divided, limits):
+        for neighbor in _neighbors(sizes, limits):
             if tuple(neighbor.items()) in seen or len(seen) >= tries:
                 continue
             seen.add(tuple(neighbor.items()))
@@ -196,7 +196,7 @@ def _search_partitions(
     return best
 
 
-def _neighbors(divided: Divided, limits: Divided) -> Iterator[Divided]:
+def _neighbors(sizes: PartitionSizes, limits: PartitionSizes) -> Iterator[PartitionSizes]:
     """Yield partitions in which one number, or all numbers of segments, are changed."""
     segments = [key for key in limits if key[1] == "segments"]
     for change in (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1):

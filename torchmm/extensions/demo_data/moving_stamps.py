@@ -71,7 +71,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     rows = [row for file in files for row in _rows(file, options)]
     with new_directory(output / "moving_stamps") as directory:
         counts = write_splits(directory, rows, FEATURES)
-    license = read_prepared(output)["tuxpaint_stamps"]["license"]
+    license = read_prepared_manifest(output)["tuxpaint_stamps"]["license"]
     record_data_set(output, "moving_stamps", [], license, {"options": options, "counts": counts})
 
 

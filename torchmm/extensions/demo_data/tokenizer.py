@@ -60,7 +60,7 @@ def prepare(
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    license = read_prepared(output)[texts]["license"]
+    license = read_prepared_manifest(output)[texts]["license"]
     record_data_set(output, name, [], license, {"options": options, "counts": counts})
 
 

@@ -204,7 +204,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     with new_directory(output / "stamp_videos") as directory:
         counts = write_splits(directory, rows, FEATURES)
     counts = {f"{split} clips": count for split, count in counts.items()}
-    license = read_prepared(output)["tuxpaint_stamps"]["license"]
+    license = read_prepared_manifest(output)["tuxpaint_stamps"]["license"]
     record_data_set(output, "stamp_videos", [], license, {"options": options, "counts": counts})
 
 

@@ -90,7 +90,7 @@ def timelines_svg(
     scale = (width_px - _LEFT - _RIGHT) / span_ms
     colors = _module_colors(panels)
     body = [f'<text class="t b" x="8" y="22">{escape(title)}</text>']
-    legend, legend_y = _flow(_legend(panels, timelines, colors), 42, width_px)
+    legend, legend_y = _wrap_legend(_legend(panels, timelines, colors), 42, width_px)
     body += legend
     top = legend_y + 20
     for panel, timeline in zip(panels, timelines, strict=True):
@@ -127,16 +127,16 @@ def timeline_image(panel: Panel, width_px: int = 1200) -> Image.Image:
     """Return the boxes of a step as an image, for viewers without SVG support."""
     span_ms = max((record.end_ms for record in panel.records), default=0.0) or 1.0
     colors = _module_colors([panel])
-    picture = Image.new("RGB", (width_px, _ROW * panel.layout.rank_count), "white")
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (width_px, _ROW * panel.layout.rank_count), "white")
+    draw = ImageDraw.Draw(image)
     for record in panel.records:
         if record.action.type in COMPUTE:
             left, right = (ms / span_ms * (width_px - 1) for ms in (record.start_ms, record.end_ms))
             top = _ROW * record.rank
             module = panel.layout.stages[record.action.stage].module
             shade = _shade(colors[module], record.action.type)
-            pen.rectangle((left, top, max(left, right - 1), top + _BOX), fill=shade)
-    return picture
+            draw.rectangle((left, top, max(left, right - 1), top + _BOX), fill=shade)
+    return image
 
 
 def _merge_adjacent(panel: Panel) -> Iterator[ActionRecord]:

@@ -204,7 +204,7 @@ def model_card(
         path = Path(data.path)
         license = "not recorded"
         for folder in () if "://" in data.path else (path, path.parent):
-            prepared: dict[str, Any] = read_prepared(folder.parent)
+            prepared: dict[str, Any] = read_prepared_manifest(folder.parent)
             license = prepared.get(folder.name, {}).get("license", license)
         revision = f" at {data.revision}" if data.revision else ""
         name = f"`{redact_urls(data.path)}`{revision}"

@@ -99,6 +99,6 @@ def test_exchanged_images_never_match_captions(prepared):
 
 def test_scenes_are_reproducible_with_license(prepared, packages, tmp_path):
     emoji_scenes.prepare(tmp_path, packages, OPTIONS)
-    first, again = (read_prepared(path)["emoji_scenes"] for path in (prepared, tmp_path))
+    first, again = (read_prepared_manifest(path)["emoji_scenes"] for path in (prepared, tmp_path))
     assert first == again and "CC-BY-4.0" in first["license"]
     assert first["counts"]["train"] == 1500 and first["counts"]["exchanged"] == 60

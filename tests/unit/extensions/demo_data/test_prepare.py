@@ -137,7 +137,7 @@ def test_stamps_are_split_by_image_and_recorded(tmp_path, stamp_packages):
     assert not files["train"] & files["validation"] and len(files["validation"]) > 0
     assert len(rows["train"]) + len(rows["validation"]) == 120
     assert {row["text"] for row in rows["train"]} >= {"Animal 1.", "Tier 1."}
-    entry = read_prepared(output)["tuxpaint_stamps"]
+    entry = read_prepared_manifest(output)["tuxpaint_stamps"]
     assert entry["license"] == "GPL-2" and entry["counts"]["images"] == 60
     assert entry["packages"][0]["version"] == "1.0"
     assert set(entry["sha256"]) == {
@@ -172,7 +172,7 @@ def test_prepare_script_creates_then_reuses_datasets(tmp_path, stamp_packages, t
 
 def test_license_of_earlier_manifest_is_read(tmp_path):
     (tmp_path / "MANIFEST.json").write_text(json.dumps({"a": {"licence": "GPL-2", "counts": {}}}))
-    assert read_prepared(tmp_path) == {"a": {"license": "GPL-2", "counts": {}}}
+    assert read_prepared_manifest(tmp_path) == {"a": {"license": "GPL-2", "counts": {}}}
 
 
 def test_failed_preparation_preserves_old_dataset(tmp_path):
