@@ -29,7 +29,7 @@ def proofs_in(directory, *proofs):
 
 def test_empty_columns_are_omitted(script, tmp_path):
     proofs = [("llama", "equal", "5.9.0"), ("clip_vision_model", "flops", "5.10.1")]
-    lines = list(script["lines"](script["read"](proofs_in(tmp_path, *proofs))))
+    lines = list(script["lines"](script["read_results"](proofs_in(tmp_path, *proofs))))
     heads = [line for line in lines if "exported as |" in line]
     assert heads[0] == "| LLMs | parity | exported as | transformers |"
     assert "| llama | yes | LlamaForCausalLM | 5.9.0 |" in lines
@@ -43,8 +43,8 @@ def test_empty_columns_are_omitted(script, tmp_path):
 def test_keep_reads_results_of_the_page(script, tmp_path):
     proofs = [("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"), ("llava", "files", "5.9.0")]
     proofs += [("clip_vision_model", "flops", "5.10.1"), ("llava", "equal", "5.10.1")]
-    results = script["read"](proofs_in(tmp_path, *proofs))
-    results_of_page = dict(script["said"]("\n".join(script["lines"](results))))
+    results = script["read_results"](proofs_in(tmp_path, *proofs))
+    results_of_page = dict(script["parse_rows"]("\n".join(script["lines"](results))))
     assert {name: proofs for name, proofs in results_of_page.items() if proofs.what} == results
     assert results_of_page["llava"].versions == {"5.9.0", "5.10.1"}
 

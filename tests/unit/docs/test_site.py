@@ -15,7 +15,7 @@ PROGRAM = Path(sys.executable).with_name("zensical")
 
 @pytest.fixture
 def gather():
-    return runpy.run_path(str(ROOT / "scripts" / "build_site.py"))["gather"]
+    return runpy.run_path(str(ROOT / "scripts" / "build_site.py"))["copy_pages"]
 
 
 def pages(nav):
