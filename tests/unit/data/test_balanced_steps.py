@@ -167,8 +167,12 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
             assert len(received) == len(expected)
             assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
             contexts = [image.context for image in full.meta.generated]
-            assert sum(row.row.contexts.sent) == len(row.row.contexts.rows_K) == sum(contexts)
-            assert sum(row.row.contexts.received) == sum(
+            assert (
+                sum(row.slice_context.contexts.sent)
+                == len(row.slice_context.contexts.rows_K)
+                == sum(contexts)
+            )
+            assert sum(row.slice_context.contexts.received) == sum(
                 image.context for image in ours_microbatch.task_meta.generated
             )
             if full.generator is not None:
@@ -181,8 +185,8 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                 places = full.encoders["vision"].positions_K.split(tokens)
                 arrived = torch.cat([places[image] for image in order])
                 assert torch.equal(row.for_llm().encoders["vision"].positions_K, arrived)
-            assert sum(row.row.routes["vision"].received) == sum(tokens)
-            assert len(row.row.routes["vision"].rows_K) == sum(
+            assert sum(row.slice_context.routes["vision"].received) == sum(tokens)
+            assert len(row.slice_context.routes["vision"].rows_K) == sum(
                 image.tokens for image in ours_microbatch.task_meta.images_of_encoder("vision")
             )
 

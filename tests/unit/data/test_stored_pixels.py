@@ -128,4 +128,4 @@ def test_blank_images_are_zeros():
     expected[2:4] = 0
     assert torch.equal(inputs.values().pixels, expected)
     part = inputs.select(range(1, 4))
-    assert part.blank == [0, 1] and torch.equal(part.values().pixels, expected[2:])
+    assert part.undecodable == [0, 1] and torch.equal(part.values().pixels, expected[2:])

@@ -99,7 +99,7 @@ def test_float8_matmul_rate_follows_device() -> None:
     rounds = describe_layers(a_cast("rowwise"), hidden_size=4096, intermediate_size=14336)[0]
     assert plain.rounded is None
     assert rounds.rounded is not None
-    emulated = replace(rounds, rounded=rounds.rounded._replace(products=False))
+    emulated = replace(rounds, rounded=rounds.rounded._replace(has_float8_matmuls=False))
 
     def matmul_ms(layer: LayerDescription, device: str) -> float:
         operators = layer_operators(layer, SIZES, setting).forward

@@ -53,7 +53,7 @@ def test_producer_response_has_same_tiles(
         corrupt = [sample_name(s) for s in microbatch.meta.samples if is_corrupt]
         received = through_messages(microbatch, open_run.decoder, corrupt)
         ours, theirs = microbatch.encoders["vision"], received.encoders["vision"]
-        assert theirs.kept == ours.kept and theirs.blank == ours.blank
+        assert theirs.tile_regions == ours.tile_regions and theirs.undecodable == ours.undecodable
         assert torch.equal(theirs.positions_K, ours.positions_K)
         assert torch.equal(theirs.pixels, ours.pixels)
         assert torch.equal(received.position_ids, microbatch.position_ids)
@@ -63,8 +63,8 @@ def test_producer_response_has_same_tiles(
 def test_invalid_kept_tiles_are_rejected(changes, open_run) -> None:
     _, (microbatch, *_), _, _ = open_run("llava_onevision", **changes)
     inputs = microbatch.encoders["vision"]
-    assert inputs.kept is not None
-    valid = [list(retained) for retained in inputs.kept]
+    assert inputs.tile_regions is not None
+    valid = [list(retained) for retained in inputs.tile_regions]
     wrong = [None, valid[:-1], [None, *valid[1:]], [[0] * 6, *valid[1:]]]
     for image, retained in enumerate(valid):
         for position in range(6):
@@ -78,7 +78,7 @@ def test_invalid_kept_tiles_are_rejected(changes, open_run) -> None:
                 other = [*retained[:5], [*shrunk[:position], value, *shrunk[position + 1 :]]]
                 wrong.append([*valid[:image], other, *valid[image + 1 :]])
     for values in wrong:
-        inputs.kept = values
+        inputs.tile_regions = values
         with pytest.raises(ValueError, match="kept"):
             through_messages(microbatch, open_run.decoder)
 
