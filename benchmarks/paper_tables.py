@@ -71,7 +71,7 @@ def parallel_sizes() -> Section:
         parallel = recipe.parallel.model_copy(update=update)
         layout = resolve_sizes(parallel, sizes.gpus)
         printed = Figure(f"{sizes.source}, DP", sizes.data, "ranks")
-        note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor_parallel})"
+        note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor})"
         cells.append(Comparison(printed, layout.data_parallel, note, goal_percent=0))
     for gpus, row in paper.OPTIMUS_SCHEDULER.items():
         recipe = recipe_named("optimus_vit22b_gpt175b")

@@ -52,20 +52,20 @@ def balanced_microbatch(
         **values | {"encoders": shown, "generator": generator},
         rank_encoders=read,
         rank_generator=drawn,
-        image_sources=encoded.image_sources,
-        image_owners=encoded.image_owners,
+        image_sources=encoded.read_for,
+        image_owners=encoded.read_by,
         rank_meta=encoded.task_meta(microbatch.meta),
     )
 
 
 def _joined(images: Sequence[EncoderInputs]) -> EncoderInputs:
-    kept = [kept for image in images for kept in image.kept or ()]
+    regions = [region for image in images for region in image.tile_regions or ()]
     return replace(
         images[0],
         pixels=torch.cat([image.pixels for image in images]),
         grids_thw=[grid for image in images for grid in image.grids_thw],
         positions_K=torch.cat([image.positions_K for image in images]),
-        tile_regions=kept or None,
+        tile_regions=regions or None,
     )
 
 
@@ -78,5 +78,5 @@ def _joined_drawings(images: Sequence[GeneratorInputs]) -> GeneratorInputs:
         grids_thw=[grid for image in images for grid in image.grids_thw],
         context_positions_K=torch.cat([image.context_positions_K for image in images]),
         contexts=[context for image in images for context in image.contexts],
-        in_loss=[is_counted for image in images for is_counted in image.counted],
+        in_loss=[is_counted for image in images for is_counted in image.in_loss],
     )

@@ -143,7 +143,7 @@ class SubgraphCache:
         graph = OperatorGraph()
         inner: dict[int, SubgraphResult] = {}
         device_ps = 0
-        for index, part in enumerate(subgraph.task_count):
+        for index, part in enumerate(subgraph.parts):
             if isinstance(part.work, Subgraph):
                 inner[index] = self.simulate(part.work)
                 device_ps += inner[index].device_ps * part.copies
@@ -154,7 +154,7 @@ class SubgraphCache:
         start_ps, end_ps = (times.tolist() for times in graph.compile().times_ps())
         busy_ps: Counter[Hashable] = Counter()
         changes = memory_changes(subgraph.buffers, start_ps, end_ps)
-        for index, part in enumerate(subgraph.task_count):
+        for index, part in enumerate(subgraph.parts):
             busy_ps[part.queue] += end_ps[index] - start_ps[index]
             if index in inner:
                 begin = start_ps[index]
@@ -186,7 +186,7 @@ def memory_changes(
 
 
 def _check(subgraph: Subgraph) -> None:
-    count = len(subgraph.task_count)
+    count = len(subgraph.parts)
     problems = [
         f"{buffer}: give 0 bytes or more, and parts among 0 to {count - 1}"
         for buffer in subgraph.buffers
