@@ -35,7 +35,7 @@ from support.ranks import run_ranks
 from torchmm.balance.costs.calibration import Measurements, fit_profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.measurement.operators import describe_device, measure
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 
 PAPER, WORST = 0.976, 0.90
 QUIET = 0.05
@@ -138,11 +138,11 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[C
     every = [measured for measured, _, _ in calibrations]
     name = calibrations[0][1]
 
-    def profile(*found: Measurements) -> Profile:
+    def profile(*found: Measurements) -> DeviceProfile:
         fitted = mean_measurements(*found)
         return fit_profile(fitted, load_profile("cpu"), "float32", name, use_measured_peaks=True)
 
-    def predictions(own: Profile) -> list[Prediction]:
+    def predictions(own: DeviceProfile) -> list[Prediction]:
         return [predict(found[0].replicas, own) for found in runs.values()]
 
     predicted = predictions(profile(*every))

@@ -48,7 +48,7 @@ from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
-from torchmm.costs.execution import Recompute
+from torchmm.costs.execution import RecomputeSetting
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import module_executions
@@ -100,7 +100,7 @@ class Step:
     def names(self) -> frozenset[str]:
         return frozenset(module.name for module in self.modules)
 
-    def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
+    def model(self, modes: Sequence[RecomputeSetting] = ()) -> CostModel:
         """Return costs with one mode per module. Modules without a mode save all activations."""
         device = self.forecaster.profile.device.type
         executions = module_executions(self.forecaster.run, self.modules, device)
@@ -115,7 +115,7 @@ class Step:
         names = self.names if offloads else frozenset()
         return LayerTuning(self.model(), self.names, limit_bytes, offloads=names)
 
-    def uniform(self, modes: Sequence[Recompute]) -> tuple[float, int]:
+    def uniform(self, modes: Sequence[RecomputeSetting]) -> tuple[float, int]:
         """Return (ms, peak bytes) with one mode per module."""
         costs = compute_plan_costs(self.plan.graph, self.modules, self.metas, self.model(modes))
         step = simulate(self.plan, costs)
@@ -247,7 +247,7 @@ def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
             Row(name, "memory / limit", "fraction", peak / limit, better="higher",
                 kind="simulated"),
         ]  # fmt: skip
-        full: tuple[Recompute, ...] = ("full",) * len(step.modules)
+        full: tuple[RecomputeSetting, ...] = ("full",) * len(step.modules)
         full_ms, full_peak = uniform[full]
         if fitting:
             rows.append(

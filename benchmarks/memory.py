@@ -36,8 +36,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.pipeweaver.activation_checkpointing.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
-from torchmm.costs.blocks import Head
-from torchmm.costs.execution import Execution, Recompute, Setting
+from torchmm.costs.blocks import HeadBlock
+from torchmm.costs.execution import CostSetting, Execution, RecomputeSetting
 from torchmm.costs.layers import stage_parameters
 from torchmm.costs.sizes import llm_sizes
 from torchmm.extensions.low_precision import low_precision_optimizer
@@ -137,9 +137,9 @@ class Loss:
         meta = MicrobatchMeta((SampleMeta("", 0, size.targets),), size.targets)
         sizes = llm_sizes([meta], [size.targets], padding=False)
         linear = (size.hidden, size.vocabulary)
-        head = Head(trained=True, linear=linear, norm="rms", rows=self.rows)
-        norm = Head(trained=False, linear=(size.hidden, 0), norm="rms")
-        setting = Setting(Execution(), size.dtype.itemsize)
+        head = HeadBlock(trained=True, linear=linear, norm="rms", chunk_targets=self.rows)
+        norm = HeadBlock(trained=False, linear=(size.hidden, 0), norm="rms")
+        setting = CostSetting(Execution(), size.dtype.itemsize)
         found_N = head.saved_bytes(sizes, setting, weights=True)
         found_N = found_N - norm.saved_bytes(sizes, setting, weights=False)
         found_N = found_N + head.temporary_bytes(sizes, setting, has_backward=found_N > 0)
@@ -189,7 +189,7 @@ STATES = [
 """Parameter dtype and keys of [optimizer]."""
 PORTION = 2**16
 """Number of parameters per update chunk. It is less than a matrix has, as in large models."""
-MODES: list[Recompute] = ["none", "selective", "full"]
+MODES: list[RecomputeSetting] = ["none", "selective", "full"]
 
 
 def small_llm(dtype: torch.dtype = torch.float32) -> MultimodalModel:
@@ -275,7 +275,7 @@ def recompute_rows() -> list[Row]:
     return rows
 
 
-def step_bytes(mode: Recompute) -> tuple[float, float]:
+def step_bytes(mode: RecomputeSetting) -> tuple[float, float]:
     """Return the (measured, predicted) peak bytes of a step, including AdamW moments."""
     model = small_llm()
     llm = model.llm.describe()

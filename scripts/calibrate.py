@@ -29,7 +29,7 @@ from torchmm.recipe.read import load_recipe
 if TYPE_CHECKING:
     import torch
 
-    from torchmm.costs.operators import Profile
+    from torchmm.costs.operators import DeviceProfile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace) -> Profile | None:
+def _measure(options: argparse.Namespace) -> DeviceProfile | None:
     """Return the measured profile on rank 0, and None on other ranks."""
     with report_imports():
         import torch
@@ -128,7 +128,7 @@ def _measure(options: argparse.Namespace) -> Profile | None:
     return profile
 
 
-def _known_profile(device: torch.device) -> tuple[Profile, bool]:
+def _known_profile(device: torch.device) -> tuple[DeviceProfile, bool]:
     """Return the profile of a known device, and whether its peaks are known."""
     import torch
 
@@ -144,7 +144,7 @@ def _known_profile(device: torch.device) -> tuple[Profile, bool]:
     return load_profile("cpu"), False
 
 
-def _print_profile(profile: Profile, dtype: str) -> None:
+def _print_profile(profile: DeviceProfile, dtype: str) -> None:
     device = profile.device
     print(f"measured on {profile.measured_on}")
     print(
@@ -159,7 +159,7 @@ def _print_profile(profile: Profile, dtype: str) -> None:
         print(f"{kind:<18} {profile.call_us.get(kind, 0.0):7.1f} us  {points}")
 
 
-def _fit_to_steps(options: argparse.Namespace) -> Profile:
+def _fit_to_steps(options: argparse.Namespace) -> DeviceProfile:
     """Return the profile, fitted to recorded steps."""
     if options.profile is None or options.config is None:
         raise ValueError(

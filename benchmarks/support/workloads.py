@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.harness import append_record, read_records
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -45,12 +45,12 @@ class Workload(NamedTuple):
         return f"{self.name}, {self.gpus} GPUs{sequences}"
 
     def load(self, *overrides: str) -> Recipe:
-        """Return the recipe; plans may use `MEMORY_SHARE` of the memory, whatever the recipe sets.
+        """Return the recipe, with `USABLE_MEMORY_FRACTION` as the memory limit of plans.
 
         Args:
             overrides: Further arguments, as on the command line.
         """
-        changes = [f"--activation_checkpoint.memory_limit={MEMORY_SHARE:.0%}", *overrides]
+        changes = [f"--activation_checkpoint.memory_limit={USABLE_MEMORY_FRACTION:.0%}", *overrides]
         if self.batch is not None:
             changes.append(f"--training.global_batch_size={self.batch}")
         return load_recipe(ROOT / f"{self.recipe}.toml", changes).recipe

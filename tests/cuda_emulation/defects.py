@@ -102,7 +102,7 @@ def serial_inputs() -> None:
 
     def send(self, tensor):
         guest = original_send(self, tensor)
-        guest.home.wait_event(guest.gone)
+        guest.compute_stream.wait_event(guest.offloaded)
         return guest
 
     def bring(self, guest):

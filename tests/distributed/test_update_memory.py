@@ -9,7 +9,7 @@ from support.allocations import CountPeak
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.costs.execution import Execution, States
+from torchmm.costs.execution import Execution, ParameterStates
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import local_tensor
 from torchmm.models.initialize import init_weights
@@ -78,7 +78,7 @@ def _measure(case: str) -> tuple[int, int]:
         tensors = [*model.parameters(), *(p.grad for p in trained), *states]
         with CountPeak(map(local_tensor, tensors)) as counter:
             optimizer.step()
-    states = States(layer_moments=4.0, orthogonal=True)
+    states = ParameterStates(layer_moments=4.0, uses_muon=True)
     execution = Execution(shard=ranks, expert=expert, states=states)
     costs = CostModel(load_profile("cpu"), "float32", {"llm": execution})
     return counter.peak_bytes, sum(costs.update_bytes(description, 0, len(description.layers)))

@@ -18,14 +18,14 @@ from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.planning.executions import module_executions, recompute_mode
 from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import limit_bytes
 
 
-def load_run_profile(recipe: Recipe, device: torch.device) -> Profile:
+def load_run_profile(recipe: Recipe, device: torch.device) -> DeviceProfile:
     """Return the profile of the device of a run.
 
     On a CPU this is the profile of a CPU, unless `simulation.device` is a file, such as one from
@@ -38,7 +38,7 @@ def load_run_profile(recipe: Recipe, device: torch.device) -> Profile:
     return _load_profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
 
 
-def load_simulated_profile(recipe: Recipe) -> Profile:
+def load_simulated_profile(recipe: Recipe) -> DeviceProfile:
     """Return the profile of the device that steps of the recipe are simulated on.
 
     Raises:
@@ -47,7 +47,7 @@ def load_simulated_profile(recipe: Recipe) -> Profile:
     return _load_profile(SimulationConfig.from_parent(recipe).device)
 
 
-def _load_profile(name: str) -> Profile:
+def _load_profile(name: str) -> DeviceProfile:
     try:
         return load_profile(name)
     except ValueError as error:
@@ -55,7 +55,7 @@ def _load_profile(name: str) -> Profile:
 
 
 def build_cost_model(
-    run: ResolvedRecipe, modules: Sequence[ModuleDescription], profile: Profile
+    run: ResolvedRecipe, modules: Sequence[ModuleDescription], profile: DeviceProfile
 ) -> CostModel:
     """Return the cost model of the modules of a run.
 
@@ -70,7 +70,7 @@ def build_cost_model(
 
 
 def build_unsharded_cost_model(
-    recipe: Recipe, module: ModuleDescription, profile: Profile
+    recipe: Recipe, module: ModuleDescription, profile: DeviceProfile
 ) -> CostModel:
     """Return the cost model of an unsharded module with the recomputation of the recipe."""
     device = profile.device.type
@@ -81,7 +81,7 @@ def build_unsharded_cost_model(
 
 
 def build_module_cost_function(
-    recipe: Recipe, modules: Sequence[ModuleDescription], profile: Profile
+    recipe: Recipe, modules: Sequence[ModuleDescription], profile: DeviceProfile
 ) -> ModuleCostFunction:
     """Return the function that returns the time of a module on dedicated ranks of a device.
 

@@ -18,15 +18,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from torchmm.common.layers import Float8Linears, LayerDescription
-from torchmm.costs.execution import Matrices, Setting
+from torchmm.costs.execution import CostSetting, Matrices
 from torchmm.costs.operators import (
-    CLAMPED,
+    CLAMPED_SILU,
     Operator,
-    Operators,
+    PassOperators,
     activation_operators,
-    matmul,
+    float8_matmul,
+    matmul_operator,
     norm_operators,
-    rounded_matmul,
 )
 from torchmm.costs.sizes import Array, TaskSizes
 
@@ -34,7 +34,7 @@ Linear = tuple[float, float]
 """(inputs, outputs) of a linear layer."""
 
 
-class Temporaries(NamedTuple):
+class TemporaryBytes(NamedTuple):
     """Maximum bytes of temporaries of a component, by task."""
 
     forward_N: Array | float
@@ -43,29 +43,29 @@ class Temporaries(NamedTuple):
     """Bytes in the backward pass."""
 
 
-class Component:
+class LayerComponent:
     """Base class of layer components, without weights and costs. Subclasses override methods.
 
     Args:
         layer: Description of the layer.
     """
 
-    sublayer: ClassVar[bool] = False
+    is_residual_branch: ClassVar[bool] = False
     """Whether it is a branch of the residual stream, with a separate norm and addition."""
     reads_context: ClassVar[bool] = False
     """Whether its matmuls also read the context of a generator."""
-    splits_rest: ClassVar[bool] = False
+    shards_other_parameters: ClassVar[bool] = False
     """Whether tensor-parallel ranks shard the parameters of the layer outside of linear layers."""
 
     def __init__(self, layer: LayerDescription) -> None:
         self.layer = layer
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True if a layer has this component."""
         return True
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return the number of further matmuls that read the input of the first matmul.
 
         The backward pass adds their input gradients.
@@ -86,26 +86,26 @@ class Component:
         """Return (inputs, outputs) of the matmuls of a rank. Packed weights are one matmul."""
         return self.sharded_linears(tensor)
 
-    def products(self, sizes: TaskSizes, setting: Setting) -> list[Operator]:
+    def matmuls(self, sizes: TaskSizes, setting: CostSetting) -> list[Operator]:
         """Return the matmuls with weights, in the order of `local_linears`."""
         local = self.local_linears(setting.execution.tensor).items()
-        return [matmul(self.rows_N(name, sizes), *size, setting) for name, size in local]
+        return [matmul_operator(self.rows_N(name, sizes), *size, setting) for name, size in local]
 
     def matrices(self) -> list[Matrices]:
         """Return the unsharded matrices that Muon updates."""
         return [Matrices(inputs, outputs) for inputs, outputs in self.local_linears(1).values()]
 
-    def gradients(self, setting: Setting) -> float:
+    def gradients(self, setting: CostSetting) -> float:
         """Return the number of weight gradients that a rank computes and accumulates."""
         return sum(a * b for a, b in self.local_linears(setting.execution.tensor).values())
 
-    def largest_gradient(self, setting: Setting) -> float:
+    def largest_gradient(self, setting: CostSetting) -> float:
         """Return the number of gradients of the largest weight of a rank."""
         return max(
             (a * b for a, b in self.local_linears(setting.execution.tensor).values()), default=0
         )
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return the linear layers that are replicated on all tensor-parallel ranks.
 
         Their gradients are all-reduced.
@@ -120,15 +120,15 @@ class Component:
         """Return the forward FLOPs of matmuls between activations."""
         return 0.0
 
-    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def inner_norms(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the operators of norms inside the component."""
-        return Operators.none()
+        return PassOperators.empty()
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return operators other than norms, linear layers, residuals and tensor parallelism."""
-        return Operators.none()
+        return PassOperators.empty()
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes saved for the backward pass, without inputs of layer, norms and linears.
 
         Args:
@@ -138,38 +138,40 @@ class Component:
         """
         return 0.0
 
-    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def saved_results_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the bytes that selective recomputation saves: results of linears and attention."""
-        return setting.element_bytes * self.results_N(sizes, setting)
+        return setting.element_bytes * self.result_elements_N(sizes, setting)
 
-    def results_N(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def result_elements_N(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the number of elements of the results of linear layers, by task."""
         rows = self.local_linears(setting.execution.tensor).items()
         return sum(self.rows_N(name, sizes) * outputs for name, (_, outputs) in rows)
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the maximum bytes of temporaries."""
-        return Temporaries(0.0, 0.0)
+        return TemporaryBytes(0.0, 0.0)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
         """Return the forward FLOPs of matmuls with weights."""
         every = self.linears().items()
         return sum(2 * prod(size) * self.rows_N(name, sizes) for name, size in every)
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the communication of expert parallelism or context parallelism."""
-        return Operators.none()
+        return PassOperators.empty()
 
     def parameters(self, tensor: int) -> float:
         """Return the number of parameters of linear layers on one rank."""
         linears = self.linears()
-        local = self.sharded_linears(tensor) | {n: linears[n] for n in self.replicated(tensor)}
+        local = self.sharded_linears(tensor) | {
+            n: linears[n] for n in self.replicated_linears(tensor)
+        }
         return sum(inputs * outputs for inputs, outputs in local.values())
 
 
-def exchange_of_heads(
-    sent: Sequence[float], back: float, sizes: TaskSizes, setting: Setting
-) -> Operators:
+def head_exchange_operators(
+    sent: Sequence[float], returned: float, sizes: TaskSizes, setting: CostSetting
+) -> PassOperators:
     """Return the all-to-all operators of context parallelism.
 
     The first all-to-all exchanges tokens for heads before attention (or its replacement). The
@@ -178,33 +180,33 @@ def exchange_of_heads(
 
     Args:
         sent: Features per token, for all ranks, of each tensor that is split by heads.
-        back: Features per token of the result.
+        returned: Features per token of the result.
         sizes: Sizes of the tasks.
         setting: Execution of the layer.
     """
     ranks = setting.execution.context
     if ranks == 1:
-        return Operators.none()
+        return PassOperators.empty()
     token_bytes = setting.element_bytes * sizes.units_N
-    sent_N = token_bytes * (sum(sent) + back) * (ranks - 1) / ranks
+    sent_N = token_bytes * (sum(sent) + returned) * (ranks - 1) / ranks
     messages = Operator("p2p", network_bytes=sent_N, calls=2, link=setting.context_link)
     # Sent tensors are packed twice and then joined. The result is only joined.
-    copied_N = 2 * token_bytes * (3 * sum(sent) + back)
+    copied_N = 2 * token_bytes * (3 * sum(sent) + returned)
     copies = Operator("copy", memory_bytes=copied_N, calls=3 * len(sent) + 2)
-    return Operators([messages, copies], [messages, copies], [], [])
+    return PassOperators([messages, copies], [messages, copies], [], [])
 
 
-class FeedForward(Component):
+class FeedForward(LayerComponent):
     """MLP with two linear layers, or three if gated."""
 
-    sublayer = True
+    is_residual_branch = True
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return 1 for a separate gate projection, otherwise 0."""
         return int(self.layer.gated_ffn and not self.layer.packed_gate_up)
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers without experts."""
         return not layer.experts
 
@@ -228,11 +230,11 @@ class FeedForward(Component):
         inputs, inner = local["up"]
         return {"gate_up": (inputs, 2 * inner), "down": local["down"]}
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return packed gate and up projections."""
         return ("gate", "up") if self.layer.packed_gate_up else ()
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the activation function, and the multiplication by the gate."""
         layer = self.layer
         inner_N = sizes.units_N * layer.ffn_size / setting.execution.tensor
@@ -242,31 +244,31 @@ class FeedForward(Component):
             passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=1))
         return passes
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes of tensors of intermediate size, including the input of down."""
-        inside = {"quick_gelu": 2, CLAMPED: 4}.get(self.layer.activation, 1)
+        inside = {"quick_gelu": 2, CLAMPED_SILU: 4}.get(self.layer.activation, 1)
         if setting.execution.compiled:  # recomputed from the results of the linear layers
             inside = 0 if self.layer.gated_ffn else 1
         tensors = inside + (2 if self.layer.gated_ffn else 0) + weights
         inner = tensors * self.layer.ffn_size / setting.execution.tensor
         return setting.element_bytes * sizes.units_N * inner
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of tensors of intermediate size: results, or gradients in backward."""
         tensor = setting.execution.tensor
         inner_N = setting.element_bytes * sizes.units_N * self.layer.ffn_size / tensor
-        return Temporaries((4 if self.layer.packed_gate_up else 3) * inner_N, 2 * inner_N)
+        return TemporaryBytes((4 if self.layer.packed_gate_up else 3) * inner_N, 2 * inner_N)
 
 
 class Experts(FeedForward):
     """Mixture of experts: a router, and the experts that are selected for each token."""
 
-    splits_rest = True  # experts that are not selected for a token
+    shards_other_parameters = True  # experts that are not selected for a token
     divided: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
     """Linear layers of experts, which expert-parallel ranks divide."""
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with experts."""
         return bool(layer.experts)
 
@@ -278,14 +280,14 @@ class Experts(FeedForward):
         """Return the shards. The router is replicated."""
         return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes saved for experts and router.
 
         Each (token, expert) pair has one row before and after the expert MLP, with row indices,
         expert indices and weights. The router saves probabilities and copies.
         """
         size = setting.element_bytes
-        rows_N = self._chosen_N(sizes, setting)
+        rows_N = self._routed_rows_N(sizes, setting)
         row_bytes = (1 + weights) * size * self.layer.hidden_size + 4 * 8 + size
         routed_N = 4 * self.layer.experts * sizes.units_N
         if self._casts_router(setting):
@@ -298,20 +300,20 @@ class Experts(FeedForward):
             routed_N = routed_N + (2 * size * weights + copied) * hidden_N + 4 * sizes.units_N
         return super().saved_bytes(sizes, setting, weights) + row_bytes * rows_N + routed_N
 
-    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def inner_norms(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the norm of the router."""
         layer = self.layer
         if not layer.router_norm:
-            return Operators.none()
+            return PassOperators.empty()
         elements_N = sizes.units_N * layer.hidden_size
         return norm_operators(layer.norm, elements_N, 1, setting)
 
-    def results_N(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def result_elements_N(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the number of result elements. Experts have one row per (token, expert) pair."""
-        rows_N = self._chosen_N(sizes, setting) - sizes.units_N
-        return super().results_N(sizes, setting) + rows_N * self.layer.hidden_size
+        rows_N = self._routed_rows_N(sizes, setting) - sizes.units_N
+        return super().result_elements_N(sizes, setting) + rows_N * self.layer.hidden_size
 
-    def products(self, sizes: TaskSizes, setting: Setting) -> list[Operator]:
+    def matmuls(self, sizes: TaskSizes, setting: CostSetting) -> list[Operator]:
         """Return the matmuls with weights.
 
         Each expert matmul reads the weights of all experts, and one row per (token, expert) pair.
@@ -319,12 +321,12 @@ class Experts(FeedForward):
         """
         layer = self.layer
         execution = setting.execution
-        rows_N = self._chosen_N(sizes, setting)
+        rows_N = self._routed_rows_N(sizes, setting)
         inner = layer.ffn_size / layer.experts_per_token
         weights = self._experts(setting) * layer.hidden_size * inner
         matmuls = []
         pairs = zip(
-            self.local_linears(execution.tensor), super().products(sizes, setting), strict=True
+            self.local_linears(execution.tensor), super().matmuls(sizes, setting), strict=True
         )
         for name, product in pairs:
             if name not in self.divided:
@@ -347,7 +349,7 @@ class Experts(FeedForward):
             Matrices(layer.hidden_size, layer.experts),
         ]
 
-    def gradients(self, setting: Setting) -> float:
+    def gradients(self, setting: CostSetting) -> float:
         """Return the number of gradients of the router and of all experts of a rank."""
         layer = self.layer
         chosen = sum(prod(self.linears()[name]) for name in self.divided if name in self.linears())
@@ -355,21 +357,21 @@ class Experts(FeedForward):
         router = layer.hidden_size * layer.experts
         return router + self._experts(setting) * each
 
-    def largest_gradient(self, setting: Setting) -> float:
+    def largest_gradient(self, setting: CostSetting) -> float:
         """Return the number of gradients of the packed gate and up projections of all experts."""
         layer = self.layer
         inner = layer.ffn_size / layer.experts_per_token
         return self._experts(setting) * layer.hidden_size * (1 + layer.gated_ffn) * inner
 
-    def _casts_router(self, setting: Setting) -> bool:
+    def _casts_router(self, setting: CostSetting) -> bool:
         """Return True if weights and input of the router are cast to float32."""
         return self.layer.router_float32 and setting.element_bytes < 4
 
-    def _experts(self, setting: Setting) -> float:
+    def _experts(self, setting: CostSetting) -> float:
         """Return the number of experts on a rank."""
         return self.layer.experts / setting.execution.tensor / setting.execution.expert
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the activation function, token permutation, weighting and summation.
 
         The backward pass also concatenates the gradients of gate and up projections.
@@ -378,10 +380,10 @@ class Experts(FeedForward):
         layer = self.layer
         size = setting.element_bytes
         token_N = size * layer.hidden_size * sizes.units_N
-        rows_N = size * layer.hidden_size * self._chosen_N(sizes, setting)
+        rows_N = size * layer.hidden_size * self._routed_rows_N(sizes, setting)
         fused = setting.execution.compiled
         # Gradients are concatenated as a sum of slices, or with one copy.
-        joined = 14 if layer.activation == CLAMPED and not fused else 4
+        joined = 14 if layer.activation == CLAMPED_SILU and not fused else 4
         joined_N = joined * size * sizes.units_N * layer.ffn_size / setting.execution.tensor
         forward = Operator("copy", memory_bytes=6 * rows_N + 2 * token_N, calls=18)
         inputs = Operator("copy", memory_bytes=14 * rows_N + 4 * token_N + joined_N, calls=14)
@@ -405,18 +407,18 @@ class Experts(FeedForward):
             passes.inputs.append(Operator("elementwise", memory_bytes=biased_N, calls=calls))
         return passes
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of the MLP temporaries, permuted rows and their gradients."""
         inside = super().temporaries(sizes, setting)
         row_bytes = setting.element_bytes * self.layer.hidden_size
-        rows_N = 2 * row_bytes * self._chosen_N(sizes, setting)
-        return Temporaries(inside.forward_N + rows_N, inside.backward_N + rows_N)
+        rows_N = 2 * row_bytes * self._routed_rows_N(sizes, setting)
+        return TemporaryBytes(inside.forward_N + rows_N, inside.backward_N + rows_N)
 
-    def _chosen_N(self, sizes: TaskSizes, setting: Setting) -> Array:
+    def _routed_rows_N(self, sizes: TaskSizes, setting: CostSetting) -> Array:
         """Return the number of (token, expert) pairs per rank for a balanced router."""
         return sizes.units_N * self.layer.experts_per_token / setting.execution.tensor
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the all-to-all operators of expert parallelism for a balanced router.
 
         Every token is sent to each of its experts and back. The forward pass has a third call for
@@ -424,7 +426,7 @@ class Experts(FeedForward):
         """
         ranks = setting.execution.expert
         if ranks == 1:
-            return Operators.none()
+            return PassOperators.empty()
         rows_N = sizes.units_N * self.layer.experts_per_token
         row_bytes = setting.element_bytes * self.layer.hidden_size
         sent_N = 2 * rows_N * row_bytes * (ranks - 1) / ranks
@@ -433,18 +435,18 @@ class Experts(FeedForward):
         backward = Operator("p2p", network_bytes=sent_N, calls=2, link=link)
         # Permutation by expert, and its inverse.
         copies = Operator("copy", memory_bytes=4 * rows_N * row_bytes, calls=4)
-        return Operators([forward, copies], [backward, copies], [], [])
+        return PassOperators([forward, copies], [backward, copies], [], [])
 
 
-class SharedExpert(Component):
+class SharedExpert(LayerComponent):
     """Shared expert, which processes all tokens. Its result can have a gate."""
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with a shared expert."""
         return bool(layer.shared_ffn_size)
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return the number of matmuls that read the MLP input: gate, up and result gate."""
         return 2 + self.layer.shared_gate
 
@@ -468,7 +470,7 @@ class SharedExpert(Component):
             shards["shared_share"] = linears["shared_share"]
         return super().sharded_linears(tensor) | shards
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the activation function, the result gate, and the addition to routed experts."""
         layer = self.layer
         size = setting.element_bytes
@@ -483,7 +485,7 @@ class SharedExpert(Component):
             passes.inputs.append(Operator("elementwise", memory_bytes=6 * token_N, calls=4))
         return passes
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes of tensors of intermediate size, and of the result before its gate."""
         inside = 2 if setting.execution.compiled else 3
         inner = (inside + weights) * self.layer.shared_ffn_size / setting.execution.tensor
@@ -491,12 +493,12 @@ class SharedExpert(Component):
         return setting.element_bytes * sizes.units_N * (inner + gated)
 
 
-def round_products(
-    passes: Operators,
+def apply_float8(
+    passes: PassOperators,
     rounded: Float8Linears,
-    components: Sequence[Component],
+    components: Sequence[LayerComponent],
     sizes: TaskSizes,
-    setting: Setting,
+    setting: CostSetting,
 ) -> None:
     """Replace matmuls of `components` by float8 matmuls in place, and append casts.
 
@@ -513,9 +515,9 @@ def round_products(
         if not _uses_float8(component, name, rounded):
             continue
         size = component.local_linears(tensor)[name]
-        shares = 0 < index <= component.extra_readers()
+        shares = 0 < index <= component.extra_input_readers()
         rows_N = component.rows_N(name, sizes)
-        float8 = rounded_matmul(rows_N, *size, rounded, setting, has_cast_input=shares)
+        float8 = float8_matmul(rows_N, *size, rounded, setting, has_cast_input=shares)
         for each, (product, casts) in zip(passes, float8[:3], strict=False):
             each[place] = product._replace(calls=each[place].calls)
             each.append(casts)
@@ -523,9 +525,9 @@ def round_products(
 
 def cast_bytes(
     rounded: Float8Linears | None,
-    components: Sequence[Component],
+    components: Sequence[LayerComponent],
     sizes: TaskSizes,
-    setting: Setting,
+    setting: CostSetting,
 ) -> Array:
     """Return the bytes of float8 cast temporaries of the largest linear layer, by task.
 
@@ -544,7 +546,7 @@ def cast_bytes(
     return np.max(found_N, axis=0)
 
 
-def _uses_float8(component: Component, name: str, rounded: Float8Linears) -> bool:
+def _uses_float8(component: LayerComponent, name: str, rounded: Float8Linears) -> bool:
     """Return True if a linear layer uses float8."""
     whole = component.local_linears(1).get(name)
     return whole in rounded.linears and not isinstance(component, Experts)

@@ -6,7 +6,7 @@ sublayer: norm, matmuls, residual addition and tensor-parallel reduction. A new 
 more class and one more entry of the list:
 
     LayerDescription              sizes, from `describe_layer` of a model family
-      |  is_in
+      |  applies_to
     Attention, FeedForward, ...   one object per component of the layer
       |  linears, flops_N, operators, saved_bytes, ...
     layers.py                     sums: costs of the layer
@@ -18,20 +18,20 @@ from __future__ import annotations
 
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs.component import (
-    Component,
     Experts,
     FeedForward,
+    LayerComponent,
     Linear,
     SharedExpert,
-    Temporaries,
-    exchange_of_heads,
+    TemporaryBytes,
+    head_exchange_operators,
 )
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.mixers import Adapters, DeltaNet, ShortConvolution
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.mixers import AdapterComponent, DeltaNet, ShortConvolution
 from torchmm.costs.operators import (
-    Kind,
     Operator,
-    Operators,
+    OperatorKind,
+    PassOperators,
     all_reduce_bytes,
     norm_operators,
 )
@@ -52,17 +52,17 @@ It was measured on lengths of 100 to 512 and head sizes of 32 to 128. Attention 
 measured with a head size of 64."""
 
 
-class Attention(Component):
+class Attention(LayerComponent):
     """Self-attention with its four projections."""
 
-    sublayer = True
+    is_residual_branch = True
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with standard self-attention."""
         return layer.mixer is None and not layer.output_gate and not layer.key_value_rank
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return the number of key and value projections that are separate from the queries."""
         return 0 if self.layer.packed_qkv else 2 - self.layer.value_is_key
 
@@ -98,7 +98,7 @@ class Attention(Component):
             local = {"qkv": (query[0], query[1] + key[1] + value[1])} | local
         return local
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return packed projections, or keys and values with fewer heads than ranks."""
         if self.layer.packed_qkv:
             return "query", "key", "value"
@@ -110,29 +110,31 @@ class Attention(Component):
         """Return the FLOPs of scores and of weighted sums of values."""
         layer = self.layer
         widths = layer.head_dim + (layer.value_dim or layer.head_dim)
-        return 2 * layer.heads * widths * sizes.pairs_N(layer.window, apart=not layer.causal)
+        return 2 * layer.heads * widths * sizes.pairs_N(layer.window, in_blocks=not layer.causal)
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return one fused kernel per pass."""
         layer = self.layer
         units_N = sizes.units_N
-        pairs_N = sizes.pairs_N(layer.window, apart=not layer.causal)
+        pairs_N = sizes.pairs_N(layer.window, in_blocks=not layer.causal)
         if layer.causal:
             pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
-        if setting.segment_calls:  # softmax, relative to a head size of 64
+        if setting.calls_per_segment:  # softmax, relative to a head size of 64
             each = (1 + SCORE_FLOPS / (4 * layer.head_dim)) / (1 + SCORE_FLOPS / (4 * 64))
             pairs_N = pairs_N * each
-        calls_N = sizes.calls_N(layer.window) if setting.segment_calls else units_N * 0.0 + 1
+        calls_N = sizes.calls_N(layer.window) if setting.calls_per_segment else units_N * 0.0 + 1
         query, key = attended_widths(layer, setting.execution)
         size = setting.element_bytes
         moved_N = units_N * 2 * (query + key)
-        forward = _fused("attention", 4 * query * pairs_N, moved_N, calls_N, size)
+        forward = _attention_operator("attention", 4 * query * pairs_N, moved_N, calls_N, size)
         # Five matmuls instead of two: recomputed scores, and gradients of both inputs of both
         # matmuls.
-        backward = _fused("attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size)
-        return Operators([forward], [backward], [], [])
+        backward = _attention_operator(
+            "attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size
+        )
+        return PassOperators([forward], [backward], [], [])
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes of queries, keys, values, and the result of fused attention."""
         shares = setting.execution.context > 1
         query, key = attended_widths(self.layer, setting.execution)
@@ -147,11 +149,11 @@ class Attention(Component):
             inputs_N = inputs_N + setting.element_bytes * sizes.units_N * query
         return self._result_bytes(sizes, setting) + inputs_N
 
-    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def saved_results_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the bytes of results of linear layers and of attention."""
-        return super().kept_results_bytes(sizes, setting) + self._result_bytes(sizes, setting)
+        return super().saved_results_bytes(sizes, setting) + self._result_bytes(sizes, setting)
 
-    def _result_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def _result_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the bytes of the attention result, and of log-sum-exp per head and position."""
         query, _ = head_widths(self.layer, setting.execution)
         result_N = setting.element_bytes * sizes.units_N * query
@@ -159,30 +161,30 @@ class Attention(Component):
             return result_N
         return result_N + 4 * self.layer.heads / setting.execution.tensor * sizes.units_N
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of projections and their gradients."""
         units_N = sizes.units_N
         size = setting.element_bytes
         query, key = head_widths(self.layer, setting.execution)
         # Some encoders apply rotary embeddings in float32: copies, products and their sums.
         projected_N = size * units_N * (query + 2 * key + self.layer.hidden_size)
-        return Temporaries(
+        return TemporaryBytes(
             projected_N + 20 * units_N * query, 2 * size * units_N * (query + 2 * key)
         )
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the all-to-all of queries, keys and values, and of the result."""
         layer = self.layer
         query, key = attended_widths(layer, setting.execution)
         values = (layer.value_dim or layer.head_dim) / layer.head_dim
-        return exchange_of_heads((query, key, values * key), values * query, sizes, setting)
+        return head_exchange_operators((query, key, values * key), values * query, sizes, setting)
 
 
 class GatedAttention(Attention):
     """Self-attention with an output gate, which the query projection computes."""
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for attention layers with an output gate."""
         return layer.output_gate and layer.mixer is None
 
@@ -192,7 +194,7 @@ class GatedAttention(Attention):
         hidden, query = linears["query"]
         return linears | {"query": (hidden, 2 * query)}
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return attention and the gate.
 
         The gate is a sigmoid and a multiplication. The backward pass has two more multiplications,
@@ -211,7 +213,7 @@ class GatedAttention(Attention):
             of_pass.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
         return passes
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes of attention, of the gate and its sigmoid, and of the gated result."""
         query, _ = head_widths(self.layer, setting.execution)
         # In float32, the query norm saves the full result of the query projection with the gate.
@@ -229,11 +231,11 @@ class LatentAttention(Attention):
     """
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with latent keys and values."""
         return bool(layer.key_value_rank)
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return 1, because the latent projection reads the input of the query projection."""
         return 1
 
@@ -258,15 +260,15 @@ class LatentAttention(Attention):
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
         """Return the shards. Heads are sharded, latent projections are replicated."""
-        whole = {name: self.linears()[name] for name in self.replicated(tensor)}
+        whole = {name: self.linears()[name] for name in self.replicated_linears(tensor)}
         return super().sharded_linears(tensor) | whole
 
-    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def inner_norms(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the norms of latent vectors."""
         ranks = self._ranks()
         return norm_operators(self.layer.norm, sizes.units_N * sum(ranks), len(ranks), setting)
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         They are queries, keys, the up projection of keys and values, the result, and latent
@@ -279,7 +281,7 @@ class LatentAttention(Attention):
         wide = layer.heads * (2 * layer.head_dim + layer.value_dim) + up
         ranks = self._ranks()
         few_N = sizes.units_N * sum(ranks)
-        normed_N = normed_kept_bytes(layer, few_N, setting, weights)
+        normed_N = norm_input_saved_bytes(layer, few_N, setting, weights)
         scales_N = 4 * norm_scales(layer.norm) * len(ranks) * sizes.units_N
         statistics_N = 4 * layer.heads / tensor * sizes.units_N
         kept_N = size * (sizes.units_N * wide / tensor + weights * few_N)
@@ -289,7 +291,7 @@ class LatentAttention(Attention):
         """Return the latent sizes of keys and values and, if latent, of queries."""
         return [rank for rank in (self.layer.key_value_rank, self.layer.query_rank) if rank]
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return the latent projections."""
         down = ("query_down", "key_value_down")
         return tuple(name for name in down if name in self.linears())
@@ -300,12 +302,12 @@ class CrossAttention(Attention):
 
     reads_context = True
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return 0, because keys and values read the context."""
         return 0
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with cross-attention."""
         return layer.cross_attention
 
@@ -317,19 +319,21 @@ class CrossAttention(Attention):
         """Return the FLOPs of scores and of weighted sums of values."""
         return 4 * self.layer.heads * self.layer.head_dim * sizes.cross_pairs_N
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return one fused kernel per pass."""
         units_N = sizes.units_N
         pairs_N = sizes.cross_pairs_N
         size = setting.element_bytes
         query, _ = head_widths(self.layer, setting.execution)
         moved_N = 2 * query * (units_N + sizes.contexts_N)
-        calls_N = sizes.images_N if setting.segment_calls else units_N * 0.0 + 1
-        forward = _fused("attention", 4 * query * pairs_N, moved_N, calls_N, size)
-        backward = _fused("attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size)
-        return Operators([forward], [backward], [], [])
+        calls_N = sizes.images_N if setting.calls_per_segment else units_N * 0.0 + 1
+        forward = _attention_operator("attention", 4 * query * pairs_N, moved_N, calls_N, size)
+        backward = _attention_operator(
+            "attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size
+        )
+        return PassOperators([forward], [backward], [], [])
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         - Queries, keys, values, the result and its log-sum-exp.
@@ -341,23 +345,23 @@ class CrossAttention(Attention):
         linears = self.linears()
         tensor = setting.execution.tensor
         query, key = (linears[name][1] / tensor for name in ("query", "key"))
-        read = weights * (1 + 4 * setting.execution.residual_share)
+        read = weights * (1 + 4 * setting.execution.residual_fraction)
         kept_N = sizes.units_N * (2 * query + read * self.layer.hidden_size)
         kept_N = kept_N + MODULATIONS * sizes.images_N * self.layer.hidden_size
         kept_N = setting.element_bytes * (kept_N + sizes.contexts_N * 2 * key)
         masks_N = setting.element_bytes * (sizes.units_N + sizes.contexts_N)
         return kept_N + self.layer.heads / tensor * (4 * sizes.units_N + masks_N)
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return 0, because self-attention has at least the same temporaries."""
-        return Temporaries(0.0, 0.0)
+        return TemporaryBytes(0.0, 0.0)
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the all-reduce of the context gradient over tensor-parallel ranks.
 
         Each rank computes the gradient of its heads.
         """
-        passes = Operators.none()
+        passes = PassOperators.empty()
         if setting.execution.tensor > 1:
             whole_N = setting.element_bytes * sizes.contexts_N * self.layer.hidden_size
             sent_N = all_reduce_bytes(whole_N, setting.execution.tensor)
@@ -366,31 +370,31 @@ class CrossAttention(Attention):
         return passes
 
 
-class Heads(Component):
+class HeadTransforms(LayerComponent):
     """Norms, rotary embeddings and copies of queries and keys between projection and attention."""
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with attention."""
         return layer.mixer is None
 
-    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def inner_norms(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the norms of queries, keys and values."""
         layer = self.layer
         if not layer.qk_norm:
-            return Operators.none()
+            return PassOperators.empty()
         heads = layer.heads + (2 if layer.value_norm else 1) * layer.kv_heads
         width = heads * layer.head_dim / setting.execution.tensor
         calls = 3 if layer.value_norm else 2
         elements_N = sizes.units_N * width
         return norm_operators(layer.norm, elements_N, calls, setting, layer.norm_weight_float32)
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return rotary embeddings and copies."""
         layer = self.layer
         size = setting.element_bytes
         query, key = head_widths(layer, setting.execution)
-        passes = Operators.none()
+        passes = PassOperators.empty()
         if layer.rotary and setting.execution.compiled:
             # After norms, the forward pass reads the tensor again that their sums have read.
             for of_pass, passed in (
@@ -421,7 +425,7 @@ class Heads(Component):
             passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=calls))
         return passes
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes that norms of queries, keys and values save."""
         layer = self.layer
         if not layer.qk_norm:
@@ -429,36 +433,38 @@ class Heads(Component):
         query, key = head_widths(layer, setting.execution)
         normed_N = sizes.units_N * (query + key)
         norm_weights = weights and not layer.adapters
-        kept_N = normed_kept_bytes(layer, normed_N, setting, norm_weights)
+        kept_N = norm_input_saved_bytes(layer, normed_N, setting, norm_weights)
         if layer.value_norm:
-            kept_N = kept_N + normed_kept_bytes(layer, sizes.units_N * key, setting, weights=False)
+            kept_N = kept_N + norm_input_saved_bytes(
+                layer, sizes.units_N * key, setting, weights=False
+            )
             normed_N = normed_N + sizes.units_N * key
         return kept_N + 4 * norm_scales(layer.norm) * normed_N / layer.head_dim
 
 
-LAYER_COMPONENTS: list[type[Component]] = [
+LAYER_COMPONENTS: list[type[LayerComponent]] = [
     Attention,
     GatedAttention,
     LatentAttention,
     DeltaNet,
     ShortConvolution,
     CrossAttention,
-    Heads,
+    HeadTransforms,
     FeedForward,
     Experts,
     SharedExpert,
-    Adapters,
+    AdapterComponent,
 ]
 """Component classes, in the order of their operators."""
 
 
-def components_of(layer: LayerDescription) -> list[Component]:
+def layer_components(layer: LayerDescription) -> list[LayerComponent]:
     """Return the components of a layer."""
-    return [kind(layer) for kind in LAYER_COMPONENTS if kind.is_in(layer)]
+    return [kind(layer) for kind in LAYER_COMPONENTS if kind.applies_to(layer)]
 
 
-def around_generator_bytes(
-    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
+def generator_outside_bytes(
+    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: CostSetting
 ) -> Array:
     """Return the bytes that a generator stage saves outside of layers and linear layers, by task.
 
@@ -475,7 +481,7 @@ def around_generator_bytes(
     """
     hidden = module.layers[0].hidden_size
     size = setting.element_bytes
-    copied_N = (start == 0) | (sizes.contexts_N > sizes.given_N)
+    copied_N = (start == 0) | (sizes.contexts_N > sizes.context_inputs_N)
     kept_N = size * (copied_N * sizes.contexts_N * hidden + sizes.units_N + sizes.contexts_N)
     if start == 0:
         kept_N = kept_N + size * TIME_WIDTH * hidden * sizes.images_N
@@ -501,7 +507,7 @@ def attended_widths(layer: LayerDescription, execution: Execution) -> tuple[floa
     return query, max(key, execution.context * layer.head_dim)
 
 
-def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:
+def norm_saved_bytes(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:
     """Return the bytes that a norm saves.
 
     They are its input, or two float32 differences from the mean. If the weight is trained, the
@@ -520,13 +526,13 @@ def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: boo
     return (4 + element_bytes * weights) * elements
 
 
-def normed_kept_bytes(
-    layer: LayerDescription, elements: Array, setting: Setting, weights: bool
+def norm_input_saved_bytes(
+    layer: LayerDescription, elements: Array, setting: CostSetting, weights: bool
 ) -> Array:
     """Return the bytes that a norm of a layer saves. A compiled norm saves only its input."""
     if setting.execution.compiled:
         return setting.element_bytes * elements
-    return norm_kept_bytes(layer.norm, elements, normed_bytes(layer, setting), weights)
+    return norm_saved_bytes(layer.norm, elements, norm_element_bytes(layer, setting), weights)
 
 
 def norm_scales(kind: str) -> int:
@@ -534,10 +540,12 @@ def norm_scales(kind: str) -> int:
     return 2 if kind == "layer" else 1
 
 
-def normed_bytes(layer: LayerDescription, setting: Setting) -> int:
+def norm_element_bytes(layer: LayerDescription, setting: CostSetting) -> int:
     """Return the bytes of an element that is multiplied by the weight of a norm."""
     return 4 if layer.norm_weight_float32 else setting.element_bytes
 
 
-def _fused(kind: Kind, flops: Array, elements: Array, calls: Array, element_bytes: int) -> Operator:
+def _attention_operator(
+    kind: OperatorKind, flops: Array, elements: Array, calls: Array, element_bytes: int
+) -> Operator:
     return Operator(kind, flops, memory_bytes=element_bytes * elements, calls=calls)

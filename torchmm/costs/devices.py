@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 
-class Link(NamedTuple):
+class LinkRanks(NamedTuple):
     """Placement of the ranks that communicate: number of nodes, and ranks on each node."""
 
     nodes: int = 1
-    local: int = 1
+    ranks_per_node: int = 1
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.nodes * self.local
+        return self.nodes * self.ranks_per_node
 
 
-NODE = Link()
+WITHIN_NODE = LinkRanks()
 """Link between devices of the same node."""
-NETWORK = Link(nodes=2)
+BETWEEN_NODES = LinkRanks(nodes=2)
 """Link between devices of different nodes."""
 
 
-MEMORY_SHARE = 0.9
+USABLE_MEMORY_FRACTION = 0.9
 """Fraction of device memory that plans can use for training states and activations.
 
 The rest is reserved for messages, collectives and fragmentation of the allocator."""

@@ -1,8 +1,8 @@
 """Execution of a module: parallelism, recomputation, training states and placement.
 
-`Execution` has the settings of one module. `States` has the bytes of training states per
-parameter. `Setting` combines an `Execution` with the links of its process groups, and is the input
-of operator counts in addition to sizes.
+`Execution` has the settings of one module. `ParameterStates` has the bytes of training states per
+parameter. `CostSetting` combines an `Execution` with the links of its process groups, and is the
+input of operator counts in addition to sizes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from torchmm.costs.devices import NODE, Link
+from torchmm.costs.devices import WITHIN_NODE, LinkRanks
 
-Recompute = Literal["none", "selective", "full"]
+RecomputeSetting = Literal["none", "selective", "full"]
 """Activation checkpointing mode of the cost model."""
 
 
@@ -23,18 +23,18 @@ class Matrices(NamedTuple):
 
     inputs: float
     outputs: float
-    stacked: int = 1
+    matrix_count: int = 1
     """Number of matrices, which is the number of experts in an expert layer."""
 
     @property
-    def small(self) -> float:
+    def min_size(self) -> float:
         """Minimum of inputs and outputs."""
         return min(self.inputs, self.outputs)
 
     @property
     def parameters(self) -> float:
         """Number of parameters of all matrices."""
-        return self.stacked * self.inputs * self.outputs
+        return self.matrix_count * self.inputs * self.outputs
 
     @property
     def orthogonal_flops(self) -> float:
@@ -42,20 +42,20 @@ class Matrices(NamedTuple):
 
         Each iteration has three matmuls: X @ X.T, its square, and the product with X.
         """
-        return 5 * (4 * self.small * self.parameters + 2 * self.stacked * self.small**3)
+        return 5 * (4 * self.min_size * self.parameters + 2 * self.matrix_count * self.min_size**3)
 
     @property
-    def iterated(self) -> float:
+    def iteration_values(self) -> float:
         """Maximum number of values in memory during an iteration.
 
         It is either four times the matrices plus one square, or two times plus four squares.
         """
-        squares = self.stacked * self.small**2
+        squares = self.matrix_count * self.min_size**2
         return max(4 * self.parameters + squares, 2 * self.parameters + 4 * squares)
 
 
 @dataclass(frozen=True)
-class States:
+class ParameterStates:
     """Bytes per parameter of training states, and of their update.
 
     Gradients are not included, because they are always accumulated in float32.
@@ -65,33 +65,34 @@ class States:
         moments: Bytes of optimizer moments per trained parameter.
         layer_moments: Bytes of optimizer moments per trained parameter of layers. They differ from
             `moments` for Muon.
-        average: Bytes of the moving average per trained parameter.
-        updated: Bytes that an update reads and writes per parameter.
-        fused: Bytes that the fused GPU kernel reads and writes per parameter, including clipping.
-        visiting: Bytes of offloaded moments that are copied to the device for the update.
-        orthogonal: Whether the matrices of layers are orthogonalized (Muon).
-        portion: Number of parameters per chunk of the update. If 0, updates are in place without
-            temporaries.
-        copy: Bytes of the float32 copy of a parameter, and of its gradient, during the update. 0 if
-            updated in place.
-        moment_copy: Bytes of the float32 copy of a moment during the update.
-        rounding: Bytes of temporaries for converting a parameter to its storage dtype.
+        moving_average: Bytes of the moving average per trained parameter.
+        update_traffic: Bytes that an update reads and writes per parameter.
+        fused_update_traffic: Bytes that the fused GPU kernel reads and writes per parameter,
+            including clipping.
+        offloaded_moments: Bytes of offloaded moments that are copied to the device for the update.
+        uses_muon: Whether the matrices of layers are orthogonalized (Muon).
+        update_chunk: Number of parameters per chunk of the update. If 0, updates are in place
+            without temporaries.
+        float32_copy: Bytes of the float32 copy of a parameter, and of its gradient, during the
+            update. 0 if updated in place.
+        float32_moment_copy: Bytes of the float32 copy of a moment during the update.
+        rounding_buffer: Bytes of temporaries for converting a parameter to its storage dtype.
     """
 
     weight: float = 4.0
     moments: float = 8.0
     layer_moments: float = 8.0
-    average: float = 0.0
-    updated: float = 28.0
-    fused: float = 32.0
-    visiting: float = 0.0
-    orthogonal: bool = False
-    portion: int = 0
-    copy: float = 0.0
-    moment_copy: float = 0.0
-    rounding: float = 0.0
+    moving_average: float = 0.0
+    update_traffic: float = 28.0
+    fused_update_traffic: float = 32.0
+    offloaded_moments: float = 0.0
+    uses_muon: bool = False
+    update_chunk: int = 0
+    float32_copy: float = 0.0
+    float32_moment_copy: float = 0.0
+    rounding_buffer: float = 0.0
 
-    def room_bytes(self, trained: float) -> float:
+    def update_buffer_bytes(self, trained: float) -> float:
         """Return the bytes of temporaries of an update.
 
         They are the copies of one chunk, and buffers for the offloaded moments of three chunks:
@@ -100,14 +101,18 @@ class States:
         Args:
             trained: Number of trained parameters of a rank.
         """
-        if not trained or not self.portion:
+        if not trained or not self.update_chunk:
             return 0.0
-        buffers = min(3, ceil(trained / self.portion))
-        copies = self.copy + 2 * self.moment_copy + max(self.rounding, self.copy)
-        return min(self.portion, trained) * (copies + buffers * self.visiting)
+        buffers = min(3, ceil(trained / self.update_chunk))
+        copies = (
+            self.float32_copy
+            + 2 * self.float32_moment_copy
+            + max(self.rounding_buffer, self.float32_copy)
+        )
+        return min(self.update_chunk, trained) * (copies + buffers * self.offloaded_moments)
 
-    def room_of_matrices_bytes(
-        self, together: Sequence[Matrices], ranks: int, element_bytes: int
+    def muon_buffer_bytes(
+        self, round_matrices: Sequence[Matrices], ranks: int, element_bytes: int
     ) -> float:
         """Return the bytes of temporaries of one round of Muon.
 
@@ -115,22 +120,28 @@ class States:
         the round. Results are converted to their storage dtype one by one.
 
         Args:
-            together: Matrices of the round, at most one per rank.
+            round_matrices: Matrices of the round, at most one per rank.
             ranks: Number of ranks that share the matrices.
             element_bytes: Bytes of an element of the dtype of the iterations.
         """
-        every = sum(matrix.parameters for matrix in together)
-        largest = max(matrix.parameters for matrix in together)
-        gathered = every if ranks > 1 else 0
-        iterating = (gathered + max(matrix.iterated for matrix in together)) * element_bytes
-        resting = (gathered + largest) * element_bytes
-        resting += (2 * self.copy + self.rounding) * largest / ranks
+        total_values = sum(matrix.parameters for matrix in round_matrices)
+        largest = max(matrix.parameters for matrix in round_matrices)
+        gathered = total_values if ranks > 1 else 0
+        iteration_bytes = (
+            gathered + max(matrix.iteration_values for matrix in round_matrices)
+        ) * element_bytes
+        conversion_bytes = (gathered + largest) * element_bytes
+        conversion_bytes += (2 * self.float32_copy + self.rounding_buffer) * largest / ranks
         # Shards of all matrices.
-        held = every / ranks * (element_bytes + self.moment_copy + 3 * self.visiting)
-        return held + max(iterating, resting)
+        shard_bytes = (
+            total_values
+            / ranks
+            * (element_bytes + self.float32_moment_copy + 3 * self.offloaded_moments)
+        )
+        return shard_bytes + max(iteration_bytes, conversion_bytes)
 
 
-FLOAT32 = States()
+FLOAT32 = ParameterStates()
 """Training states of fused AdamW with float32 weights."""
 
 
@@ -162,46 +173,46 @@ class Execution:
     replicate: int = 1
     expert: int = 1
     context: int = 1
-    recompute: Recompute = "none"
+    recompute: RecomputeSetting = "none"
     compiled: bool = False
     graphs: bool = False
-    states: States = FLOAT32
+    states: ParameterStates = FLOAT32
     reduces_every_microbatch: bool = False
 
     @property
     def uses_fsdp(self) -> bool:
         """Return True if several ranks share a stage, as `torchmm.parallel.fsdp.needs_fsdp`."""
-        return self.sharing > 1
+        return self.parameter_ranks > 1
 
     @property
-    def sharing(self) -> int:
+    def parameter_ranks(self) -> int:
         """Number of ranks that have a shard or a replica of each parameter."""
         return self.tensor * self.shard * self.replicate
 
     @property
-    def residual_share(self) -> float:
+    def residual_fraction(self) -> float:
         """Fraction of the positions that a rank has between tensor-parallel regions."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
 
-class Setting(NamedTuple):
+class CostSetting(NamedTuple):
     """Inputs of operator and byte counts in addition to sizes."""
 
     execution: Execution
     element_bytes: int
     """Bytes of an element of the compute dtype."""
-    tensor_link: Link = NODE
-    expert_link: Link = NODE
-    context_link: Link = NODE
-    segment_calls: bool = True
+    tensor_link: LinkRanks = WITHIN_NODE
+    expert_link: LinkRanks = WITHIN_NODE
+    context_link: LinkRanks = WITHIN_NODE
+    calls_per_segment: bool = True
     """Whether attention has a call per run of equally long segments (CPU) instead of one call."""
-    accumulated: float = 1.0
+    accumulated_fraction: float = 1.0
     """Fraction of the backward passes that add to existing gradients. The first one does not."""
 
     @property
-    def on_gpu(self) -> bool:
+    def is_gpu(self) -> bool:
         """Return True if the device is a GPU, with kernels that CPUs do not have."""
-        return not self.segment_calls
+        return not self.calls_per_segment
 
     @property
     def causal_block(self) -> int:
@@ -209,4 +220,4 @@ class Setting(NamedTuple):
 
         The values are those of the CPU kernel of torch, and of FlashAttention.
         """
-        return 512 if self.segment_calls else 128
+        return 512 if self.calls_per_segment else 128

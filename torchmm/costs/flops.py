@@ -34,14 +34,20 @@ from numpy.typing import NDArray
 
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.blocks import Block, Flag, Layers, gradients, stage_blocks
-from torchmm.costs.layers import learns
+from torchmm.costs.blocks import (
+    GradientFlags,
+    LayerBlock,
+    ModuleBlock,
+    required_gradients,
+    stage_blocks,
+)
+from torchmm.costs.layers import has_trained_parameters
 from torchmm.costs.sizes import (
     Array,
     TaskSizes,
     llm_sizes,
     module_tasks,
-    pack_sizes,
+    sequence_sizes,
     text_tokens,
 )
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -78,7 +84,7 @@ def microbatch_flops(
             tokens without padding.
     """
     count = meta.used_tokens if targets is None else targets
-    reached = gradients_arrive(modules, meta)
+    has_trained_sources = modules_with_trained_sources(modules, meta)
     result = {}
     for module in modules:
         sizes = module_sizes(module, meta, count)
@@ -86,20 +92,22 @@ def microbatch_flops(
             result[module.name] = ModuleFlops(0, 0)
             continue
         blocks = stage_blocks(module, 0, len(module.layers))
-        flops = pass_flops(blocks, sizes, reached[module.name])
+        flops = pass_flops(blocks, sizes, has_trained_sources[module.name])
         backward = flops.inputs_N + flops.weights_N
         result[module.name] = ModuleFlops(round(flops.forward_N.sum()), round(backward.sum()))
     return result
 
 
-def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
+def modules_with_trained_sources(
+    modules: Sequence[ModuleDescription], meta: MicrobatchMeta
+) -> dict[str, bool]:
     """Return a flag per module: True if it has a trained source in a microbatch."""
     encoders = any(
-        meta.images_of_encoder(m.name) and (learns(m) or m.connector_trainable)
+        meta.images_of_encoder(m.name) and (has_trained_parameters(m) or m.connector_trainable)
         for m in modules
         if m.kind == "encoder"
     )
-    llm = encoders or any(learns(m) for m in modules if m.kind == "llm")
+    llm = encoders or any(has_trained_parameters(m) for m in modules if m.kind == "llm")
     return {m.name: {"encoder": False, "llm": encoders, "generator": llm}[m.kind] for m in modules}
 
 
@@ -107,10 +115,10 @@ def step_flops(
     modules: Sequence[ModuleDescription], microbatches: Sequence[MicrobatchMeta]
 ) -> NDArray[np.float64]:
     """Return the FLOPs of all modules, forward and backward, by microbatch (`microbatch_flops`)."""
-    found_N = np.zeros(len(microbatches))
+    flops_N = np.zeros(len(microbatches))
     for module in modules:
-        found_N += module_flops(modules, module, microbatches)
-    return found_N
+        flops_N += module_flops(modules, module, microbatches)
+    return flops_N
 
 
 def module_flops(
@@ -119,17 +127,17 @@ def module_flops(
     microbatches: Sequence[MicrobatchMeta],
 ) -> NDArray[np.float64]:
     """Return the FLOPs of one of the modules, forward and backward, by microbatch."""
-    found_N = np.zeros(len(microbatches))
+    total_N = np.zeros(len(microbatches))
     counts = [meta.used_tokens for meta in microbatches]
     at, sizes = _useful_sizes(module, microbatches, counts)
     if sizes is not None:
         blocks = stage_blocks(module, 0, len(module.layers))
-        flops = pass_flops(blocks, sizes, _arriving(modules, module, microbatches)[at])
-        found_N[at] = np.round(flops.forward_N) + np.round(flops.inputs_N + flops.weights_N)
-    return found_N
+        flops = pass_flops(blocks, sizes, _sends_gradient(modules, module, microbatches)[at])
+        total_N[at] = np.round(flops.forward_N) + np.round(flops.inputs_N + flops.weights_N)
+    return total_N
 
 
-def _arriving(
+def _sends_gradient(
     modules: Sequence[ModuleDescription],
     module: ModuleDescription,
     microbatches: Sequence[MicrobatchMeta],
@@ -137,9 +145,15 @@ def _arriving(
     """Return a flag per microbatch: True if a module sends a gradient to its sources."""
     if module.kind == "encoder":
         return np.zeros(len(microbatches), bool)
-    sources = [m for m in modules if m.kind == "encoder" and (learns(m) or m.connector_trainable)]
+    sources = [
+        m
+        for m in modules
+        if m.kind == "encoder" and (has_trained_parameters(m) or m.connector_trainable)
+    ]
     has_source = [any(meta.images_of_encoder(m.name) for m in sources) for meta in microbatches]
-    is_trained = module.kind == "generator" and any(learns(m) for m in modules if m.kind == "llm")
+    is_trained = module.kind == "generator" and any(
+        has_trained_parameters(m) for m in modules if m.kind == "llm"
+    )
     return np.array(has_source, bool) | is_trained
 
 
@@ -155,20 +169,22 @@ def _useful_sizes(
     if module.kind == "llm":
         at = np.arange(len(microbatches))
         return at, llm_sizes(microbatches, targets, padding=False)
-    return pack_sizes(module, microbatches)
+    return sequence_sizes(module, microbatches)
 
 
-def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> PassFlops:
+def pass_flops(
+    blocks: Sequence[ModuleBlock], sizes: TaskSizes, sends_gradient: GradientFlags
+) -> PassFlops:
     """Return the FLOPs of consecutive blocks.
 
     Args:
         blocks: Blocks in forward order.
         sizes: Sizes of the tasks.
-        arrives: Whether the first block sends a gradient to its source. An array has one flag per
-            task.
+        sends_gradient: Whether the first block sends a gradient to its source. An array has one
+            flag per task.
     """
     forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
-    for block, inputs, weights in gradients(blocks, arrives):
+    for block, inputs, weights in required_gradients(blocks, sends_gradient):
         dense_N, attention_N = (block.count * flops_N for flops_N in block.flops(sizes))
         forward_N += dense_N + attention_N
         if block.backward_in_forward:
@@ -199,9 +215,9 @@ def module_layers(
     for module in modules:
         blocks = stage_blocks(module, 0, len(module.layers))
         costs = _mean_costs(modules, module, blocks, microbatches)
-        of_layers = [i for i, block in enumerate(blocks) if isinstance(block, Layers)]
-        layers = [costs[i] / blocks[i].count for i in of_layers for _ in range(blocks[i].count)]
-        first = of_layers[0] if of_layers else len(blocks)
+        layer_indices = [i for i, block in enumerate(blocks) if isinstance(block, LayerBlock)]
+        layers = [costs[i] / blocks[i].count for i in layer_indices for _ in range(blocks[i].count)]
+        first = layer_indices[0] if layer_indices else len(blocks)
         # The connector of a generator precedes its layers.
         is_generator = module.kind == "generator"
         result.append(
@@ -212,7 +228,7 @@ def module_layers(
                 sub_microbatched=module.kind != "llm",
                 trainable=tuple(module.trainable or bool(o.adapters) for o in module.layers),
                 embedding_cost=sum(costs[:first]),
-                head_cost=sum(costs[first + len(of_layers) :]),
+                head_cost=sum(costs[first + len(layer_indices) :]),
                 embedding_trainable=module.trainable
                 or (is_generator and module.connector_trainable),
                 head_trainable=module.trainable
@@ -226,7 +242,7 @@ def module_layers(
 def _mean_costs(
     modules: Sequence[ModuleDescription],
     module: ModuleDescription,
-    blocks: Sequence[Block],
+    blocks: Sequence[ModuleBlock],
     microbatches: Sequence[MicrobatchMeta],
 ) -> list[float]:
     """Return the mean FLOPs per microbatch of each block, forward and backward."""
@@ -235,7 +251,9 @@ def _mean_costs(
     if sizes is None:
         return [0.0] * len(blocks)
     costs = []
-    for block, inputs, weights in gradients(blocks, _arriving(modules, module, microbatches)[at]):
+    for block, inputs, weights in required_gradients(
+        blocks, _sends_gradient(modules, module, microbatches)[at]
+    ):
         dense_N, attention_N = (block.count * flops_N for flops_N in block.flops(sizes))
         backward_N = inputs * (dense_N + 2 * attention_N)
         backward_N = backward_N + weights * block.count * block.weight_flops(sizes)
@@ -270,12 +288,12 @@ def task_durations(
     for stage in graph.layout.stages:
         tasks = by_name[stage.module]
         blocks = stage_blocks(tasks.module, stage.start, stage.stop)
-        arrives_N = tasks.gradient_arrives_N(graph, stage.index)
+        arrives_N = tasks.sends_gradient_N(graph, stage.index)
         # Generator tasks have different padding, which requires time, so it is included.
-        sizes = tasks.sizes if tasks.module.kind == "generator" else tasks.useful
-        of_passes = pass_flops(blocks, sizes, arrives_N)
-        backward_N = of_passes.inputs_N + of_passes.weights_N
-        values = (of_passes.forward_N, backward_N, of_passes.inputs_N, of_passes.weights_N)
+        sizes = tasks.sizes if tasks.module.kind == "generator" else tasks.unpadded_sizes
+        passes = pass_flops(blocks, sizes, arrives_N)
+        backward_N = passes.inputs_N + passes.weights_N
+        values = (passes.forward_N, backward_N, passes.inputs_N, passes.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):
             for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
                 flops[kind, stage.index, *key] = value / len(

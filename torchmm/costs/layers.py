@@ -6,7 +6,7 @@ tensor-parallel rank:
 
     quantity     function                 lifetime
     operators    layer_operators          -
-    kept bytes   layer_kept_bytes         from F to B (or I)
+    kept bytes   layer_saved_bytes         from F to B (or I)
     gradients    layer_gradients_bytes    from I to W, in addition to the kept bytes
     temporary    layer_temporary_bytes    while one task runs
 
@@ -55,25 +55,31 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.component import Experts, Linear, cast_bytes, round_products
+from torchmm.costs.component import Experts, Linear, apply_float8, cast_bytes
 from torchmm.costs.components import (
-    components_of,
+    layer_components,
+    norm_input_saved_bytes,
     norm_scales,
-    normed_kept_bytes,
 )
-from torchmm.costs.execution import FLOAT32, Matrices, Recompute, Setting, States
-from torchmm.costs.mixers import Adapters, LowRanks
+from torchmm.costs.execution import (
+    FLOAT32,
+    CostSetting,
+    Matrices,
+    ParameterStates,
+    RecomputeSetting,
+)
+from torchmm.costs.mixers import AdapterComponent, AdapterCosts
 from torchmm.costs.operators import (
-    Kind,
     Operator,
-    Operators,
-    accumulate,
+    OperatorKind,
+    PassOperators,
+    accumulation_operator,
     all_reduce_bytes,
     norm_operators,
 )
 from torchmm.costs.sizes import Array, TaskSizes
 
-KEPT_KINDS: tuple[Kind, ...] = ("matmul", "attention", "tensor_linear")
+SAVED_KINDS: tuple[OperatorKind, ...] = ("matmul", "attention", "tensor_linear")
 """Operator classes whose results selective recomputation saves instead of recomputing."""
 
 
@@ -82,17 +88,17 @@ def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
 
     Linear layers that read the context of a generator are not included.
     """
-    components = [c for c in components_of(layer) if not c.reads_context]
+    components = [c for c in layer_components(layer) if not c.reads_context]
     return {name: size for c in components for name, size in c.linears().items()}
 
 
 def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
     """Return (inputs, outputs) of the `layer_linears` shards of a rank, by name."""
-    components = [c for c in components_of(layer) if not c.reads_context]
+    components = [c for c in layer_components(layer) if not c.reads_context]
     return {name: size for c in components for name, size in c.local_linears(tensor).items()}
 
 
-def matrix_rounds(
+def muon_rounds(
     module: ModuleDescription, start: int, stop: int, ranks: int, expert: int
 ) -> list[list[Matrices]]:
     """Return the matrices of layers [start, stop) in the rounds in which Muon gathers them.
@@ -104,11 +110,14 @@ def matrix_rounds(
         ranks: Number of ranks that share each parameter. In a round, each rank updates one matrix.
         expert: Expert-parallel size. If it is larger than 1, experts have separate rounds.
     """
-    every = [m for layer in module.layers[start:stop] for m in _matrices(module, layer)]
-    groups = [[m for m in every if m.stacked == 1], [m for m in every if m.stacked > 1]]
+    matrices = [m for layer in module.layers[start:stop] for m in _matrices(module, layer)]
+    groups = [
+        [m for m in matrices if m.matrix_count == 1],
+        [m for m in matrices if m.matrix_count > 1],
+    ]
     return [
         group[first : first + ranks]
-        for group in (groups if expert > 1 else [every])
+        for group in (groups if expert > 1 else [matrices])
         for first in range(0, len(group), ranks)
     ]
 
@@ -116,10 +125,10 @@ def matrix_rounds(
 def _matrices(module: ModuleDescription, layer: LayerDescription) -> list[Matrices]:
     """Return the trained matrices of a layer."""
     if layer.adapters:
-        return Adapters(layer).matrices()
+        return AdapterComponent(layer).matrices()
     if not module.trainable:
         return []
-    return [matrix for component in components_of(layer) for matrix in component.matrices()]
+    return [matrix for component in layer_components(layer) for matrix in component.matrices()]
 
 
 @cache
@@ -133,13 +142,13 @@ def layer_parameters(layer: LayerDescription, tensor: int = 1, expert: int = 1) 
         tensor: Tensor-parallel size.
         expert: Expert-parallel size, which requires `tensor` = 1.
     """
-    components = components_of(layer)
+    components = layer_components(layer)
     matmuls = sum(c.parameters(1) for c in components)
-    rest: float = max(0, layer.parameters - matmuls)
-    if any(c.splits_rest for c in components):
-        rest /= tensor
-    whole = sum(c.parameters(tensor) for c in components) + rest
-    return whole - expert_parameters(layer) * (1 - 1 / expert)
+    other_parameters: float = max(0, layer.parameters - matmuls)
+    if any(c.shards_other_parameters for c in components):
+        other_parameters /= tensor
+    total = sum(c.parameters(tensor) for c in components) + other_parameters
+    return total - expert_parameters(layer) * (1 - 1 / expert)
 
 
 def trained_parameters(
@@ -147,7 +156,7 @@ def trained_parameters(
 ) -> float:
     """Return the number of trained parameters of a layer on one rank: all, none, or adapters."""
     if layer.adapters:
-        return Adapters(layer).parameters(tensor)
+        return AdapterComponent(layer).parameters(tensor)
     return module.trainable * layer_parameters(layer, tensor, expert)
 
 
@@ -159,12 +168,12 @@ def module_tensors(module: ModuleDescription, start: int, stop: int) -> float:
         if layer.adapters:
             tensors += count * 2 * len(layer.adapters)
         elif module.trainable:
-            norms = _norm_count(layer, _sublayers(layer)) + 2 * layer.qk_norm
+            norms = _norm_count(layer, _residual_branches(layer)) + 2 * layer.qk_norm
             tensors += count * (norms + len(layer_linears(layer)))
     return tensors + 1
 
 
-def learns(module: ModuleDescription) -> bool:
+def has_trained_parameters(module: ModuleDescription) -> bool:
     """Return True if a module has trained parameters outside of its connector."""
     return module.trainable or any(layer.adapters for layer in module.layers)
 
@@ -175,29 +184,31 @@ def expert_parameters(layer: LayerDescription) -> float:
 
     Norms and biases of the layer are counted as parameters of experts.
     """
-    components = components_of(layer)
-    chosen = sum(
+    components = layer_components(layer)
+    selected = sum(
         prod(size)
         for component in components
         if isinstance(component, Experts)
         for name, size in component.linears().items()
         if name in component.divided
     )
-    others = sum(c.parameters(1) for c in components) - chosen
-    return max(0.0, layer.parameters - others) if chosen else 0.0
+    other_parameters = sum(c.parameters(1) for c in components) - selected
+    return max(0.0, layer.parameters - other_parameters) if selected else 0.0
 
 
 def layer_flops(layer: LayerDescription, sizes: TaskSizes) -> tuple[Array, Array]:
     """Return the forward FLOPs of matmuls with weights, and of matmuls between activations."""
     nothing_N = sizes.units_N * 0.0
-    components = components_of(layer)
+    components = layer_components(layer)
     dense_N = nothing_N + sum(c.flops_N(sizes) for c in components)
     return dense_N, nothing_N + sum(c.pair_flops_N(sizes) for c in components)
 
 
-def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+def layer_operators(
+    layer: LayerDescription, sizes: TaskSizes, setting: CostSetting
+) -> PassOperators:
     """Return the operators of one layer on one rank."""
-    components = components_of(layer)
+    components = layer_components(layer)
     linears = _linears(layer, sizes, setting)
     passes = _norms(layer, sizes, setting)
     for component in components:
@@ -208,28 +219,28 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
     passes.add(_residuals(layer, sizes, setting))
     passes.add(_communication(layer, sizes, setting))
     for component in components:
-        passes.add(component.exchange(sizes, setting))
+        passes.add(component.communication(sizes, setting))
     parameters = sum(component.gradients(setting) for component in components)
     tensors = sum(len(c.local_linears(setting.execution.tensor)) for c in components)
-    passes.weights.append(accumulate(parameters, setting, tensors))
+    passes.weights.append(accumulation_operator(parameters, setting, tensors))
     if layer.adapters:  # all other weights are frozen
-        passes.weights[:] = Adapters(layer).operators(sizes, setting).weights
+        passes.weights[:] = AdapterComponent(layer).operators(sizes, setting).weights
     if setting.execution.compiled:
         passes.forward.append(Operator("compiled_call"))
         passes.inputs.append(Operator("compiled_call"))
     mode = setting.execution.recompute
     if mode != "none":
         # With other norm placements, the backward pass of a norm needs the last matmul.
-        ends = layer.norm_place in ("before", "shared")
-        products = len(local_linears(layer, setting.execution.tensor))
-        last = linears.forward[products - 1] if ends else None
-        weighed = bool(layer.experts and not layer.shared_ffn_size)
-        passes.again.extend(_again(passes.forward, last, mode, weighed))
+        ends_with_matmul = layer.norm_place in ("before", "shared")
+        matmul_count = len(local_linears(layer, setting.execution.tensor))
+        last = linears.forward[matmul_count - 1] if ends_with_matmul else None
+        is_weighted = bool(layer.experts and not layer.shared_ffn_size)
+        passes.recomputed.extend(_recomputed_operators(passes.forward, last, mode, is_weighted))
     return passes
 
 
-def _again(
-    forward: list[Operator], last: Operator | None, mode: Recompute, weighed: bool
+def _recomputed_operators(
+    forward: list[Operator], last: Operator | None, mode: RecomputeSetting, is_weighted: bool
 ) -> Iterator[Operator]:
     """Yield the operators that the backward pass recomputes.
 
@@ -240,25 +251,25 @@ def _again(
         forward: Operators of the forward pass.
         last: Last matmul of the layer. If None, the complete layer is recomputed.
         mode: Recomputation mode, "selective" or "full".
-        weighed: Whether expert weights multiply the result of `last`, which the backward pass then
-            needs.
+        is_weighted: Whether expert weights multiply the result of `last`, which the backward pass
+            then needs.
     """
     for operator in forward:
-        unneeded = (operator is last and not weighed) or operator.kind == "compiled_call"
-        if unneeded or (mode == "selective" and operator.kind in KEPT_KINDS):
+        is_not_needed = (operator is last and not is_weighted) or operator.kind == "compiled_call"
+        if is_not_needed or (mode == "selective" and operator.kind in SAVED_KINDS):
             continue
-        share = 1.0
+        fraction = 1.0
         if last is not None and operator.kind in ("all_reduce", "reduce_scatter"):
-            share = 1 - 1 / float(operator.calls)
+            fraction = 1 - 1 / float(operator.calls)
         yield operator._replace(
-            network_bytes=share * operator.network_bytes, calls=share * operator.calls
+            network_bytes=fraction * operator.network_bytes, calls=fraction * operator.calls
         )
 
 
-def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
+def _residual_branches(layer: LayerDescription, *, context: bool = True) -> int:
     """Return the number of residual branches, optionally without cross-attention branches."""
-    components = components_of(layer)
-    return sum(c.sublayer and (context or not c.reads_context) for c in components)
+    components = layer_components(layer)
+    return sum(c.is_residual_branch and (context or not c.reads_context) for c in components)
 
 
 def _norm_count(layer: LayerDescription, sublayers: int) -> int:
@@ -268,7 +279,7 @@ def _norm_count(layer: LayerDescription, sublayers: int) -> int:
     return sublayers * (2 if layer.norm_place == "around" else 1) + layer.extra_norms
 
 
-def keeps_input(layer: LayerDescription, setting: Setting, *, weights: bool) -> bool:
+def saves_input(layer: LayerDescription, setting: CostSetting, *, weights: bool) -> bool:
     """Return True if a layer saves its input, and not only a float32 copy of it.
 
     Args:
@@ -283,42 +294,42 @@ def keeps_input(layer: LayerDescription, setting: Setting, *, weights: bool) -> 
     return layer.norm == "layer" or (layer.norm == "rms" and setting.element_bytes == 4)
 
 
-def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    rows_N = sizes.units_N * setting.execution.residual_share
-    count = _norm_count(layer, _sublayers(layer))
+def _norms(layer: LayerDescription, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
+    rows_N = sizes.units_N * setting.execution.residual_fraction
+    count = _norm_count(layer, _residual_branches(layer))
     elements_N = count * rows_N * layer.hidden_size
     return norm_operators(layer.norm, elements_N, count, setting, layer.norm_weight_float32)
 
 
-def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+def _linears(layer: LayerDescription, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
     """Return the matmuls with weights: those on hidden states, then those on a context."""
-    components = sorted(components_of(layer), key=lambda c: c.reads_context)
-    every = [product for component in components for product in component.products(sizes, setting)]
+    components = sorted(layer_components(layer), key=lambda c: c.reads_context)
+    matmuls = [product for component in components for product in component.matmuls(sizes, setting)]
     blocks = setting.execution.tensor if setting.execution.async_tensor else 1
     # Async TP splits each matmul into one block per rank. Small matmuls are less efficient. Matmuls
     # for weight gradients are not split.
-    split = [product._replace(calls=blocks * product.calls) for product in every]
-    passes = Operators(split, list(split), list(every), [])
+    split = [product._replace(calls=blocks * product.calls) for product in matmuls]
+    passes = PassOperators(split, list(split), list(matmuls), [])
     if layer.rounded is not None:
-        round_products(passes, layer.rounded, components, sizes, setting)
+        apply_float8(passes, layer.rounded, components, sizes, setting)
     weights = passes.weights
     if layer.norm == "layer" or (layer.packed_qkv and not layer.causal):  # these have biases
-        summed = sum(component.results_N(sizes, setting) for component in components)
-        bias_bytes = setting.element_bytes * summed
-        weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(every)))
+        results = sum(component.result_elements_N(sizes, setting) for component in components)
+        bias_bytes = setting.element_bytes * results
+        weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(matmuls)))
     return passes
 
 
-def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
     """Return the additions to the residual stream.
 
     In the backward pass, these are sums of gradients of tensors that several matmuls read.
     """
     size = setting.element_bytes
-    share = setting.execution.residual_share
+    share = setting.execution.residual_fraction
     elements = sizes.units_N * layer.hidden_size
-    adds = _sublayers(layer)
-    readers = sum(c.extra_readers() for c in components_of(layer))
+    adds = _residual_branches(layer)
+    readers = sum(c.extra_input_readers() for c in layer_components(layer))
     readers += layer.norm_place == "shared"
     if setting.execution.compiled:
         # Norm kernels include the additions. In the forward pass, they read the summands, and the
@@ -332,25 +343,27 @@ def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
                 (readers, 0),
             )
         )
-        return Operators([first], [second], [third], [])
+        return PassOperators([first], [second], [third], [])
     forward = Operator("elementwise", memory_bytes=3 * adds * size * share * elements, calls=adds)
     inputs = [
         forward,
         Operator("elementwise", memory_bytes=3 * readers * size * elements, calls=readers),
     ]
-    return Operators([forward], inputs if readers else inputs[:1], [], [])
+    return PassOperators([forward], inputs if readers else inputs[:1], [], [])
 
 
-def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+def _communication(
+    layer: LayerDescription, sizes: TaskSizes, setting: CostSetting
+) -> PassOperators:
     """Return the tensor-parallel reductions: after each sublayer, and of gradients before it."""
     execution = setting.execution
     link = setting.tensor_link
     tensor = setting.execution.tensor
     if tensor == 1:
-        return Operators.none()
-    regions = _sublayers(layer)
+        return PassOperators.empty()
+    regions = _residual_branches(layer)
     whole = regions * setting.element_bytes * sizes.units_N * layer.hidden_size
-    forward = list(_reduction(whole, regions, setting))
+    forward = list(_reduction_operator(whole, regions, setting))
     forward.append(Operator("tensor_linear", calls=len(layer_linears(layer))))
     weights = []
     if execution.async_tensor:  # gathered inputs are not saved
@@ -358,17 +371,17 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
         weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
         weights.append(Operator("copy", memory_bytes=2 * again, calls=0))
     replicated = 0
-    for component in components_of(layer):
+    for component in layer_components(layer):
         linears = component.linears()
-        for name in component.replicated(tensor):
+        for name in component.replicated_linears(tensor):
             replicated += linears[name][0] * linears[name][1]
     if replicated:
         sent = all_reduce_bytes(setting.element_bytes * replicated, tensor)
         weights.append(Operator("all_reduce", network_bytes=sent, link=link))
-    return Operators(forward, list(forward), weights, [])
+    return PassOperators(forward, list(forward), weights, [])
 
 
-def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:
+def _reduction_operator(whole: Array, calls: int, setting: CostSetting) -> Iterator[Operator]:
     """Yield all-reduces or, with sequence parallelism, reduce-scatters and all-gathers."""
     execution = setting.execution
     link = setting.tensor_link
@@ -386,14 +399,14 @@ def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]
         yield Operator("copy", memory_bytes=2 * 2 * sent + whole, calls=calls)
         return
     yield Operator("sequence_exchange", calls=2 * calls)
-    if setting.segment_calls:
+    if setting.calls_per_segment:
         # DTensor reorders the slices of the ranks before a scatter and after a gather. This was
         # measured on CPUs only, so it is included on CPUs only.
         yield Operator("copy", memory_bytes=4 * whole, calls=2 * calls)
 
 
-def layer_kept_bytes(
-    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+def layer_saved_bytes(
+    layer: LayerDescription, sizes: TaskSizes, setting: CostSetting, *, weights: bool
 ) -> Array:
     """Return the bytes that autograd saves for one layer, by task.
 
@@ -406,18 +419,18 @@ def layer_kept_bytes(
     execution = setting.execution
     element_bytes = setting.element_bytes
     norm_weights = weights and not layer.adapters
-    components = components_of(layer)
-    input_N = sizes.units_N * layer.hidden_size * execution.residual_share
+    components = layer_components(layer)
+    input_N = sizes.units_N * layer.hidden_size * execution.residual_fraction
     if execution.recompute == "full":
         return element_bytes * input_N
     if execution.recompute == "selective":
-        results_N = sum(c.kept_results_bytes(sizes, setting) for c in components)
-        return element_bytes * input_N + results_N
-    sublayers = _sublayers(layer, context=False)
+        result_elements_N = sum(c.saved_results_bytes(sizes, setting) for c in components)
+        return element_bytes * input_N + result_elements_N
+    sublayers = _residual_branches(layer, context=False)
     norms = _norm_count(layer, sublayers)
-    kept_N = norms * normed_kept_bytes(layer, input_N, setting, norm_weights)
-    kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_share
-    gathered = execution.residual_share if execution.async_tensor else 1.0
+    kept_N = norms * norm_input_saved_bytes(layer, input_N, setting, norm_weights)
+    kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_fraction
+    gathered = execution.residual_fraction if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
     if element_bytes == 4 or execution.compiled:  # norms save no copies
         kept_N -= layer.norms_sharing_input * element_bytes * input_N
@@ -427,9 +440,9 @@ def layer_kept_bytes(
 
 
 def received_bytes(
-    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+    layer: LayerDescription, sizes: TaskSizes, setting: CostSetting, *, weights: bool
 ) -> Array:
-    """Return the bytes of the stage input that are not counted in `layer_kept_bytes`, by task.
+    """Return the bytes of the stage input that are not counted in `layer_saved_bytes`, by task.
 
     The runtime retains the received input of a stage until its gradient is computed. The first
     layer saves either this tensor or another one, such as the float32 input of a norm.
@@ -440,8 +453,8 @@ def received_bytes(
         setting: Execution of the layer.
         weights: Whether the weights of the layer are trained.
     """
-    same = keeps_input(layer, setting, weights=weights)
-    received_N = sizes.units_N * layer.hidden_size * setting.execution.residual_share
+    same = saves_input(layer, setting, weights=weights)
+    received_N = sizes.units_N * layer.hidden_size * setting.execution.residual_fraction
     return (not same) * setting.element_bytes * received_N
 
 
@@ -454,17 +467,19 @@ def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int
     return 2 * size * sizes.units_N * layer.head_dim
 
 
-def layer_gradients_bytes(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Array:
+def layer_gradients_bytes(layer: LayerDescription, sizes: TaskSizes, setting: CostSetting) -> Array:
     """Return the bytes of gradients that are saved from I to W, by task."""
     execution = setting.execution
     linears = local_linears(layer, execution.tensor).values()
-    normed = _sublayers(layer, context=False) * layer.hidden_size * execution.residual_share
+    normed = (
+        _residual_branches(layer, context=False) * layer.hidden_size * execution.residual_fraction
+    )
     results = sum(outputs for _, outputs in linears) + normed
     return setting.element_bytes * sizes.units_N * results
 
 
 def layer_temporary_bytes(
-    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+    layer: LayerDescription, sizes: TaskSizes, setting: CostSetting, *, weights: bool
 ) -> Array:
     """Return the maximum bytes of temporaries of one layer in any pass, by task.
 
@@ -478,8 +493,8 @@ def layer_temporary_bytes(
     """
     units_N = sizes.units_N
     hidden = layer.hidden_size
-    temporaries = [c.temporaries(sizes, setting) for c in components_of(layer)]
-    casts_N = cast_bytes(layer.rounded, components_of(layer), sizes, setting)
+    temporaries = [c.temporaries(sizes, setting) for c in layer_components(layer)]
+    casts_N = cast_bytes(layer.rounded, layer_components(layer), sizes, setting)
     norms_N = (16 if layer.norm == "rms" else 0) * units_N * hidden
     backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in temporaries)], axis=0)
     if weights:
@@ -489,7 +504,7 @@ def layer_temporary_bytes(
     return setting.element_bytes * units_N * hidden + peak_N
 
 
-def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
+def _weight_gradient_bytes(layer: LayerDescription, setting: CostSetting) -> float:
     """Return the bytes of the weight gradients of one microbatch before their accumulation.
 
     FSDP2 accumulates all gradients of a layer after the backward pass of the layer, and casts them
@@ -498,27 +513,27 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
     execution = setting.execution
     element_bytes = setting.element_bytes
     if layer.adapters:
-        return (element_bytes + 4) * Adapters(layer).parameters(execution.tensor)
-    largest = max(component.largest_gradient(setting) for component in components_of(layer))
+        return (element_bytes + 4) * AdapterComponent(layer).parameters(execution.tensor)
+    largest = max(component.largest_gradient(setting) for component in layer_components(layer))
     if execution.shard * execution.replicate == 1 and element_bytes == 4:
         return element_bytes * largest
     whole = layer_parameters(layer, execution.tensor, execution.expert)
     return element_bytes * whole + 4 * largest
 
 
-class Parameters(NamedTuple):
+class StageParameters(NamedTuple):
     """Numbers of parameters, and the bytes of their training states."""
 
-    all: float
+    total: float
     trained: float
     in_layers: float = 0.0
     """Number of trained parameters in transformer layers."""
-    states: States = FLOAT32
+    states: ParameterStates = FLOAT32
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all parameters between steps."""
-        return self.states.weight * self.all
+        return self.states.weight * self.total
 
     @property
     def gradient_bytes(self) -> float:
@@ -531,12 +546,12 @@ class Parameters(NamedTuple):
         states = self.states
         others = self.trained - self.in_layers
         moments = states.moments * others + states.layer_moments * self.in_layers
-        return moments + states.average * self.trained
+        return moments + states.moving_average * self.trained
 
-    def divided(self, ranks: int) -> Parameters:
+    def divide_by(self, ranks: int) -> StageParameters:
         """Return the parameters of one of `ranks` equal shards."""
         in_layers = self.in_layers / ranks
-        return Parameters(self.all / ranks, self.trained / ranks, in_layers, self.states)
+        return StageParameters(self.total / ranks, self.trained / ranks, in_layers, self.states)
 
 
 def _all_layers(module: ModuleDescription) -> float:
@@ -551,8 +566,8 @@ def stage_parameters(
     stop: int,
     tensor: int = 1,
     expert: int = 1,
-    states: States = FLOAT32,
-) -> Parameters:
+    states: ParameterStates = FLOAT32,
+) -> StageParameters:
     """Return the unsharded parameters of the stage with layers [start, stop) on one rank.
 
     If the description has no counts for the parameters before and after the layers, all parameters
@@ -591,5 +606,5 @@ def stage_parameters(
     every = of_layers + sum(n for n, _, _ in counts)
     in_layers = sum(n * trained_parameters(module, layer, tensor, expert) for layer, n in equal)
     trained = in_layers + sum(n - fixed for n, fixed, is_trained in counts if is_trained)
-    trained += last * LowRanks(adapters).parameters(tensor)
-    return Parameters(every, trained, in_layers, states)
+    trained += last * AdapterCosts(adapters).parameters(tensor)
+    return StageParameters(every, trained, in_layers, states)

@@ -15,41 +15,41 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.common.layers import AdapterSizes, ConvolutionSizes, DeltaSizes, LayerDescription
-from torchmm.costs.component import Component, Linear, Temporaries, exchange_of_heads
-from torchmm.costs.execution import Matrices, Setting
+from torchmm.costs.component import LayerComponent, Linear, TemporaryBytes, head_exchange_operators
+from torchmm.costs.execution import CostSetting, Matrices
 from torchmm.costs.operators import (
     Operator,
-    Operators,
-    accumulate,
+    PassOperators,
+    accumulation_operator,
     all_reduce_bytes,
-    matmul,
+    matmul_operator,
 )
 from torchmm.costs.sizes import Array, TaskSizes
 
-SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
+MIN_CHUNK, MAX_CHUNK = 16, 64
 """Range of positions per chunk of a gated delta net, see `torchmm.models.layers.delta_ops`."""
 
 
-class DeltaNet(Component):
+class DeltaNet(LayerComponent):
     """Gated delta net: projections, a causal convolution and a chunked recurrence."""
 
-    sublayer = True
+    is_residual_branch = True
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
         assert isinstance(layer.mixer, DeltaSizes), (
-            "unsupported config; is_in should have rejected this"
+            "unsupported config; applies_to should have rejected this"
         )
         self.delta = layer.mixer
         self.keys = self.delta.key_heads * self.delta.key_dim
         self.values = self.delta.value_heads * self.delta.value_dim
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with a gated delta net."""
         return isinstance(layer.mixer, DeltaSizes)
 
-    def extra_readers(self) -> int:
+    def extra_input_readers(self) -> int:
         """Return the number of input projections without the first one."""
         return len(self.linears()) - 2
 
@@ -72,11 +72,11 @@ class DeltaNet(Component):
         inputs, outputs = self.linears()["delta_output"]
         return super().sharded_linears(tensor) | {"delta_output": (inputs / tensor, outputs)}
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return the projection with concatenated queries, keys and values."""
         return () if self.delta.interleaved else ("delta_mixed",)
 
-    def _channels(self, setting: Setting) -> float:
+    def _channels(self, setting: CostSetting) -> float:
         """Return the number of channels of the convolution on a rank.
 
         A context-parallel rank has at least one full key head, which other ranks can also have.
@@ -103,7 +103,7 @@ class DeltaNet(Component):
         state_N = 3 * length_N * d.key_dim * d.value_dim
         return 2 * d.value_heads * (inside_N + state_N) * sizes.chunks_N(length_N)
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the recurrence as one operator per pass, and the operators around it.
 
         The backward pass recomputes the matmuls of the forward pass. Memory traffic is a rough
@@ -122,7 +122,7 @@ class DeltaNet(Component):
         )
         mixed_N = size * sizes.units_N * self._channels(setting)
         gated_N = 4 * sizes.units_N * self.values / tensor
-        passes = Operators([forward], [backward], [], [])
+        passes = PassOperators([forward], [backward], [], [])
         fused = setting.execution.compiled
         for of_pass, mixed, gated, calls in (
             (passes.forward, *((7, 4, 11) if fused else (12, 12, 34))),
@@ -147,7 +147,7 @@ class DeltaNet(Component):
         state = d.key_dim * d.value_dim
         return 4 * d.value_heads * (inside_N + state) * sizes.chunks_N(length_N)
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the bytes saved by convolution, activation, recurrence, norm and gate.
 
         Two int64 index tensors for permuting the tokens of the packed sequence are also saved.
@@ -157,7 +157,7 @@ class DeltaNet(Component):
         heads = self.delta.value_heads / tensor
         mixed = self._channels(setting)
         values = self.values / tensor
-        filtered_N = size * mixed * spaced_N(self.delta.filter_width, sizes)
+        filtered_N = size * mixed * positions_with_padding_N(self.delta.filter_width, sizes)
         activated_N = 2 * size * mixed * sizes.units_N
         # Decay and its inputs in float32, beta, and the inverse norm per head.
         shares_N = (3 * 4 + size + 4) * heads * sizes.units_N
@@ -166,19 +166,19 @@ class DeltaNet(Component):
         moves_N = 16 * sizes.units_N / sizes.share
         return filtered_N + activated_N + shares_N + normed_N + moves_N
 
-    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def saved_results_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the bytes of results of linear layers and of the recurrence."""
         values = self.values / setting.execution.tensor
         result_N = setting.element_bytes * values * sizes.units_N
-        return super().kept_results_bytes(sizes, setting) + result_N
+        return super().saved_results_bytes(sizes, setting) + result_N
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of float32 chunks, in the backward pass with their gradients."""
         tensor = setting.execution.tensor
         wide_N = self._wide_bytes_N(sizes) / tensor
-        return Temporaries(wide_N, 3 * wide_N)
+        return TemporaryBytes(wide_N, 3 * wide_N)
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the all-to-all of values, beta, decay, keys and queries, and of the result.
 
         Received tensors are concatenated to channels again.
@@ -187,7 +187,7 @@ class DeltaNet(Component):
         values, heads = self.values / tensor, self.delta.value_heads / tensor
         channels = self._channels(setting)
         keys = (channels - values) / 2
-        passes = exchange_of_heads((values, heads, heads, keys, keys), values, sizes, setting)
+        passes = head_exchange_operators((values, heads, heads, keys, keys), values, sizes, setting)
         if setting.execution.context > 1:
             joined_N = 2 * setting.element_bytes * sizes.units_N * channels
             for part in (passes.forward, passes.inputs):
@@ -195,20 +195,20 @@ class DeltaNet(Component):
         return passes
 
 
-class ShortConvolution(Component):
+class ShortConvolution(LayerComponent):
     """Short causal convolution between two gates. One linear layer computes its input and gates."""
 
-    sublayer = True
+    is_residual_branch = True
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
         assert isinstance(layer.mixer, ConvolutionSizes), (
-            "unsupported config; is_in should have rejected this"
+            "unsupported config; applies_to should have rejected this"
         )
         self.width = layer.mixer.filter_width
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with a short convolution."""
         return isinstance(layer.mixer, ConvolutionSizes)
 
@@ -226,7 +226,7 @@ class ShortConvolution(Component):
         shards = {"convolution_output": (inputs / tensor, float(outputs))}
         return super().sharded_linears(tensor) | shards
 
-    def replicated(self, tensor: int) -> tuple[str, ...]:
+    def replicated_linears(self, tensor: int) -> tuple[str, ...]:
         """Return the projection with concatenated gates and convolution input."""
         return ("convolution_input",)
 
@@ -235,12 +235,12 @@ class ShortConvolution(Component):
         channels = self.layer.hidden_size
         return super().flops_N(sizes) + filter_flops_N(self.width, channels, sizes)
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the gate multiplications, the convolution, and the insertion of zeros for it."""
         channels = self.layer.hidden_size / setting.execution.tensor
         moved_N = setting.element_bytes * channels * sizes.units_N
-        apart_N = setting.element_bytes * channels * spaced_N(self.width, sizes)
-        passes = Operators.none()
+        apart_N = setting.element_bytes * channels * positions_with_padding_N(self.width, sizes)
+        passes = PassOperators.empty()
         fused = setting.execution.compiled
         for of_pass, moved, calls in (
             (passes.forward, *((9, 6) if fused else (9, 12))),
@@ -250,7 +250,7 @@ class ShortConvolution(Component):
             of_pass.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
         return passes
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the saved bytes.
 
         They are the result of the linear layer, the gated input with and without inserted zeros,
@@ -258,23 +258,23 @@ class ShortConvolution(Component):
         zeros are also saved.
         """
         channels = self.layer.hidden_size / setting.execution.tensor
-        apart_N = spaced_N(self.width, sizes)
+        apart_N = positions_with_padding_N(self.width, sizes)
         wide_N = channels * ((5 + weights) * sizes.units_N + apart_N)
         return setting.element_bytes * wide_N + 16 * sizes.units_N / sizes.share
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of products and copies in forward, and of gradients in backward."""
         channels = self.layer.hidden_size / setting.execution.tensor
         wide_N = setting.element_bytes * channels * sizes.units_N
-        return Temporaries(4 * wide_N, 6 * wide_N)
+        return TemporaryBytes(4 * wide_N, 6 * wide_N)
 
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def communication(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the all-to-all of the gated channels and of the convolution result."""
         channels = self.layer.hidden_size / setting.execution.tensor
-        return exchange_of_heads((channels,), channels, sizes, setting)
+        return head_exchange_operators((channels,), channels, sizes, setting)
 
 
-def spaced_N(width: int, sizes: TaskSizes) -> Array:
+def positions_with_padding_N(width: int, sizes: TaskSizes) -> Array:
     """Return the number of positions per rank, including width - 1 zeros before each segment.
 
     Context-parallel ranks divide the channels, so a rank has `share` of the positions.
@@ -284,16 +284,18 @@ def spaced_N(width: int, sizes: TaskSizes) -> Array:
 
 def filter_flops_N(width: int, channels: int, sizes: TaskSizes) -> Array:
     """Return the forward FLOPs of a depthwise convolution."""
-    return 2 * width * channels * (spaced_N(width, sizes) - (width - 1) * sizes.share)
+    return (
+        2 * width * channels * (positions_with_padding_N(width, sizes) - (width - 1) * sizes.share)
+    )
 
 
 def _chunk_lengths_N(sizes: TaskSizes) -> Array:
     """Return the chunk length by task: the longest segment, rounded up to a power of 2 in range."""
     powers_N = np.ceil(np.log2(np.maximum(sizes.longest_N, 1)))
-    return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)
+    return np.clip(2**powers_N, MIN_CHUNK, MAX_CHUNK)
 
 
-class _Adapter(NamedTuple):
+class _LocalAdapter(NamedTuple):
     """Sizes of an adapter on one tensor-parallel rank."""
 
     inputs: float
@@ -307,7 +309,7 @@ class _Adapter(NamedTuple):
         return self.rank * (self.inputs + self.outputs) + self.magnitudes * self.outputs
 
 
-class LowRanks:
+class AdapterCosts:
     """Low-rank adapters (LoRA, DoRA) of linear layers with the same number of rows.
 
     LoRA adds two small matmuls to each linear layer, and a sum of both results. DoRA also computes
@@ -322,9 +324,9 @@ class LowRanks:
     def __init__(self, adapters: Sequence[AdapterSizes]) -> None:
         self._adapters = adapters
 
-    def _local(self, tensor: int) -> list[_Adapter]:
+    def _local(self, tensor: int) -> list[_LocalAdapter]:
         return [
-            _Adapter(
+            _LocalAdapter(
                 adapter.inputs / (tensor if adapter.sharded_dim == "inputs" else 1),
                 adapter.outputs / (tensor if adapter.sharded_dim == "outputs" else 1),
                 adapter.rank,
@@ -345,33 +347,33 @@ class LowRanks:
             * rows_N
         )
 
-    def operators(self, rows_N: Array, setting: Setting) -> Operators:
+    def operators(self, rows_N: Array, setting: CostSetting) -> PassOperators:
         """Return both matmuls, the scaling of the low-rank features, and the sum.
 
         The backward pass has the same operators. It also adds the input gradients of linear layer
         and adapter.
         """
         size = setting.element_bytes
-        passes = Operators.none()
+        passes = PassOperators.empty()
         for adapter in self._local(setting.execution.tensor):
             inputs, outputs, rank, magnitudes = adapter
             products = [
-                matmul(rows_N, inputs, rank, setting),
-                matmul(rows_N, rank, outputs, setting),
+                matmul_operator(rows_N, inputs, rank, setting),
+                matmul_operator(rows_N, rank, outputs, setting),
             ]
             # If compiled, the consumer of the sum adds.
             passed, calls = (1, 1) if setting.execution.compiled else (3, 2)
             for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
                 moved_N = size * rows_N * (2 * rank + passed * width)
                 part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=calls)])
-            sums = accumulate(adapter.parameters, setting, 2 + magnitudes)
+            sums = accumulation_operator(adapter.parameters, setting, 2 + magnitudes)
             passes.weights.extend([*products, sums])
             if magnitudes:
-                passes.add(_scaling(adapter, rows_N, setting))
+                passes.add(_magnitude_operators(adapter, rows_N, setting))
         passes.forward.extend(self._sums_of_squares(setting))
         return passes
 
-    def _sums_of_squares(self, setting: Setting) -> Iterator[Operator]:
+    def _sums_of_squares(self, setting: CostSetting) -> Iterator[Operator]:
         """Yield the all-reduces of squared row norms for weights with sharded rows (DoRA)."""
         tensor = setting.execution.tensor
         for adapter in self._adapters:
@@ -379,13 +381,13 @@ class LowRanks:
                 sent = all_reduce_bytes(4 * adapter.outputs, tensor)
                 yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
 
-    def saved_bytes(self, rows_N: Array, setting: Setting) -> Array:
+    def saved_bytes(self, rows_N: Array, setting: CostSetting) -> Array:
         """Return the bytes of low-rank features, and of the inputs of magnitudes."""
         local = self._local(setting.execution.tensor)
         kept = sum(adapter.rank + adapter.magnitudes * adapter.outputs for adapter in local)
         return setting.element_bytes * rows_N * kept
 
-    def kept_results_bytes(self, rows_N: Array, setting: Setting) -> Array:
+    def saved_results_bytes(self, rows_N: Array, setting: CostSetting) -> Array:
         """Return the bytes of the results of all matmuls, including those for row norms."""
         size = setting.element_bytes
         local = self._local(setting.execution.tensor)
@@ -397,28 +399,28 @@ class LowRanks:
         )
         return size * rows_N * results + of_norms
 
-    def temporaries(self, rows_N: Array, setting: Setting) -> Temporaries:
+    def temporaries(self, rows_N: Array, setting: CostSetting) -> TemporaryBytes:
         """Return the bytes of the results of linear layer and adapter, and of their sum.
 
         In the backward pass, these are the input gradients of both, and their sum.
         """
         local = self._local(setting.execution.tensor)
         bytes_N = setting.element_bytes * rows_N
-        return Temporaries(
+        return TemporaryBytes(
             3 * bytes_N * max(adapter.outputs for adapter in local),
             3 * bytes_N * max(adapter.inputs for adapter in local),
         )
 
 
-class Adapters(Component):
+class AdapterComponent(LayerComponent):
     """Low-rank adapters of the linear layers of a transformer layer."""
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
-        self.low_ranks = LowRanks(layer.adapters)
+        self.adapter_costs = AdapterCosts(layer.adapters)
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         """Return True for layers with adapters."""
         return bool(layer.adapters)
 
@@ -430,30 +432,32 @@ class Adapters(Component):
 
     def parameters(self, tensor: int) -> float:
         """Return the number of parameters of all adapters on one rank."""
-        return self.low_ranks.parameters(tensor)
+        return self.adapter_costs.parameters(tensor)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
         """Return the FLOPs of the adapter matmuls."""
-        return self.low_ranks.flops_N(sizes.units_N)
+        return self.adapter_costs.flops_N(sizes.units_N)
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the operators of all adapters."""
-        return self.low_ranks.operators(sizes.units_N, setting)
+        return self.adapter_costs.operators(sizes.units_N, setting)
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array | float:
         """Return the saved bytes without the inputs of linear layers, which are already counted."""
-        return weights * self.low_ranks.saved_bytes(sizes.units_N, setting)
+        return weights * self.adapter_costs.saved_bytes(sizes.units_N, setting)
 
-    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+    def saved_results_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array | float:
         """Return the bytes of the results of the adapter matmuls."""
-        return self.low_ranks.kept_results_bytes(sizes.units_N, setting)
+        return self.adapter_costs.saved_results_bytes(sizes.units_N, setting)
 
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Return the maximum bytes of temporaries, see `LowRanks.temporaries`."""
-        return self.low_ranks.temporaries(sizes.units_N, setting)
+    def temporaries(self, sizes: TaskSizes, setting: CostSetting) -> TemporaryBytes:
+        """Return the maximum bytes of temporaries, see `AdapterCosts.temporaries`."""
+        return self.adapter_costs.temporaries(sizes.units_N, setting)
 
 
-def _scaling(adapter: _Adapter, rows_N: Array, setting: Setting) -> Operators:
+def _magnitude_operators(
+    adapter: _LocalAdapter, rows_N: Array, setting: CostSetting
+) -> PassOperators:
     """Return the operators of DoRA: norms of the weight rows, and a factor per output.
 
     The norms require squares of the weight, its matmul with A, and small matmuls. The factor is a
@@ -464,10 +468,10 @@ def _scaling(adapter: _Adapter, rows_N: Array, setting: Setting) -> Operators:
     squares = Operator(
         "elementwise", memory_bytes=size * adapter.outputs * adapter.inputs, calls=10
     )
-    norms = [squares, matmul(adapter.outputs, adapter.inputs, adapter.rank, setting)]
-    norms += [matmul(adapter.rank, adapter.inputs, adapter.rank, setting)]
-    norms += [matmul(adapter.outputs, adapter.rank, adapter.rank, setting)]
+    norms = [squares, matmul_operator(adapter.outputs, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul_operator(adapter.rank, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul_operator(adapter.outputs, adapter.rank, adapter.rank, setting)]
     result_N = size * rows_N * adapter.outputs
     factor = Operator("elementwise", memory_bytes=2 * result_N)
     summed = Operator("elementwise", memory_bytes=4 * result_N, calls=3)
-    return Operators([*norms, factor], [factor], [summed], [])
+    return PassOperators([*norms, factor], [factor], [summed], [])

@@ -15,13 +15,13 @@ The overhead is the time of a call without work.
 
 A collective over several nodes has a stage inside the nodes (NVLink) and a stage between them. The
 stages are pipelined, so the slower one sets the time. The ranks of a node use the network cards of
-their devices jointly (`stage_shares`).
+their devices jointly (`link_byte_fractions`).
 
 On GPUs, the host only queues kernels, which requires `launch_us` per call. The time of an action
 is the maximum of host time and device time. On CPUs, calls run sequentially.
 
 Quantities are arrays over tasks, with the shape suffix N. Modules are sequences of blocks
-(`torchmm.costs.blocks`), and a `Block` lists the operators of each pass.
+(`torchmm.costs.blocks`), and a `ModuleBlock` lists the operators of each pass.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from torchmm.common.layers import AutoencoderSizes, Float8Linears
-from torchmm.costs.devices import NODE, Device, Link
-from torchmm.costs.execution import Setting
+from torchmm.costs.devices import WITHIN_NODE, Device, LinkRanks
+from torchmm.costs.execution import CostSetting
 from torchmm.costs.sizes import Array, TaskSizes
 
 Amount = TypeVar("Amount", float, Array)
-Kind = Literal[
+OperatorKind = Literal[
     "matmul",
     "attention",
     "attention_backward",
@@ -71,9 +71,12 @@ Kind = Literal[
 - forward_call: Host work for a call in a forward pass, which Python makes. In backward passes, the
   C++ code of autograd makes the calls.
 - compiled_call: Host work for entering the compiled code of a layer."""
-STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
+FALLBACK_KINDS: dict[OperatorKind, OperatorKind] = {
+    "gelu_tanh": "activation",
+    "gelu_tanh_backward": "activation",
+}
 """Class whose efficiency is used if a profile has no measurement of a class."""
-HOST_KINDS: tuple[Kind, ...] = (
+HOST_KINDS: tuple[OperatorKind, ...] = (
     "tensor_linear",
     "sequence_exchange",
     "shard_unit",
@@ -81,33 +84,35 @@ HOST_KINDS: tuple[Kind, ...] = (
     "compiled_call",
 )
 """Classes of host work, which have neither bytes nor an efficiency."""
-ASSUMED_LAUNCHES: dict[Kind, float] = {"shard_unit": 40.0, "compiled_call": 60.0}
+ASSUMED_LAUNCHES: dict[OperatorKind, float] = {"shard_unit": 40.0, "compiled_call": 60.0}
 """Host time of classes without a measurement, in eager operator launches.
 
 Measured CPU times: 19 us for an operator launch, 0.8 ms for an FSDP2 unit, and 1.2 ms for entering
 a compiled layer."""
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
+KINDS: tuple[OperatorKind, ...] = tuple(
+    kind for kind in get_args(OperatorKind) if kind not in HOST_KINDS
+)
 """Classes of operators that run on the device."""
-COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
+COMPUTE_KINDS: tuple[OperatorKind, ...] = ("matmul", "attention", "attention_backward")
 """Classes whose time depends on FLOPs."""
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
 """Hugging Face names of activation functions of class gelu_tanh."""
-CLAMPED = "clamped_silu"
+CLAMPED_SILU = "clamped_silu"
 """Activation function of GPT-OSS, which consists of several operators."""
-NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
+NETWORK_KINDS: tuple[OperatorKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
 """Classes of communication."""
 
 
 class Operator(NamedTuple):
     """Equal calls of one class. Values are sums over the calls, by task."""
 
-    kind: Kind
+    kind: OperatorKind
     flops: Array | float = 0.0
     memory_bytes: Array | float = 0.0
     network_bytes: Array | float = 0.0
     """Bytes that each device sends."""
     calls: Array | float = 1.0
-    link: Link = NODE
+    link: LinkRanks = WITHIN_NODE
     dtype: str = ""
     """Dtype of matmuls. If empty, the compute dtype."""
     in_layer: bool = True
@@ -116,7 +121,7 @@ class Operator(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Curve:
+class EfficiencyCurve:
     """Efficiency as a function of the size of a call.
 
     Values are interpolated linearly in the logarithm of the size, and constant outside of the
@@ -149,7 +154,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Profile:
+class DeviceProfile:
     """A device and the efficiencies of operators on it.
 
     Attributes:
@@ -167,19 +172,19 @@ class Profile:
     """
 
     device: Device
-    efficiency: Mapping[Kind, Curve]
-    call_us: Mapping[Kind, float] = field(default_factory=dict)
+    efficiency: Mapping[OperatorKind, EfficiencyCurve]
+    call_us: Mapping[OperatorKind, float] = field(default_factory=dict)
     launch_us: float = 0.0
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     measured_on: str = ""
-    host_us: Mapping[Kind, float] = field(default_factory=dict)
-    network: Curve | None = None
+    host_us: Mapping[OperatorKind, float] = field(default_factory=dict)
+    network: EfficiencyCurve | None = None
 
     def factor(self, module: str, action_type: str) -> float:
         """Return the measured over predicted time of the actions of a module."""
         return self.factors.get(module, {}).get(action_type, 1.0)
 
-    def queueing_us(self, kind: Kind, *, compiled: bool = False) -> float:
+    def launch_time_us(self, kind: OperatorKind, *, compiled: bool = False) -> float:
         """Return the host time of a call on an asynchronous device.
 
         Args:
@@ -191,7 +196,7 @@ class Profile:
         return self.host_us.get(kind, self.launch_us) if compiled else self.launch_us
 
 
-def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
+def operator_time_ms(operator: Operator, profile: DeviceProfile, dtype: str) -> Array:
     """Return the time of an operator on the device in ms, by task.
 
     Args:
@@ -205,29 +210,31 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
     if kind in HOST_KINDS:
         return calls * (0.0 if device.asynchronous else profile.call_us.get(kind, 0.0) * 1e-3)
     per_call = 1 / np.maximum(calls, 1e-9)
-    main = main_quantity(operator)
-    efficiency = profile.efficiency[kind].at(main * per_call)
+    quantity = efficiency_quantity(operator)
+    efficiency = profile.efficiency[kind].at(quantity * per_call)
     memory = profile.device.memory_bytes_per_s
     if kind in COMPUTE_KINDS:
         copy_efficiency = profile.efficiency["copy"].at(operator.memory_bytes * per_call)
         seconds = np.maximum(
-            main / (efficiency * _peak_flops(device, operator.dtype, dtype)),
+            quantity / (efficiency * _peak_flops(device, operator.dtype, dtype)),
             operator.memory_bytes / (copy_efficiency * memory),
         )
     elif kind in NETWORK_KINDS:
-        inside, between = stage_shares(kind, operator.link)
-        seconds = inside * main / (efficiency * device.node_bytes_per_s)
-        if between:
+        within_fraction, between_fraction = link_byte_fractions(kind, operator.link)
+        seconds = within_fraction * quantity / (efficiency * device.node_bytes_per_s)
+        if between_fraction:
             if profile.network is not None:
-                efficiency = profile.network.at(between * main * per_call)
-            sent_s = between * main / (efficiency * device.network_bytes_per_s)
-            seconds = np.maximum(seconds, sent_s) + calls * hops_s(kind, operator.link, device)
+                efficiency = profile.network.at(between_fraction * quantity * per_call)
+            between_s = between_fraction * quantity / (efficiency * device.network_bytes_per_s)
+            seconds = np.maximum(seconds, between_s) + calls * hop_latency_s(
+                kind, operator.link, device
+            )
     else:
-        seconds = main / (efficiency * memory)
+        seconds = quantity / (efficiency * memory)
     return calls * profile.call_us.get(kind, 0.0) * 1e-3 + seconds * 1e3
 
 
-def stage_shares(kind: Kind, link: Link) -> tuple[float, float]:
+def link_byte_fractions(kind: OperatorKind, link: LinkRanks) -> tuple[float, float]:
     """Return the bytes per device inside the nodes and between them, relative to the bytes sent.
 
     All-gathers and reduce-scatters are rings. The bytes that a device sends pass the network once
@@ -246,16 +253,18 @@ def stage_shares(kind: Kind, link: Link) -> tuple[float, float]:
     """
     if link.nodes == 1:
         return 1.0, 0.0
-    others = link.ranks - 1
+    other_ranks = link.ranks - 1
     if kind == "p2p":
-        return (link.local - 1) / others, (link.ranks - link.local) / others
+        return (link.ranks_per_node - 1) / other_ranks, (
+            link.ranks - link.ranks_per_node
+        ) / other_ranks
     if kind == "all_reduce":
-        inside = link.nodes * (link.local - 1) / others
-        return inside, (link.nodes - 1) / others
-    return float(link.local > 1), 1 / link.local
+        inside = link.nodes * (link.ranks_per_node - 1) / other_ranks
+        return inside, (link.nodes - 1) / other_ranks
+    return float(link.ranks_per_node > 1), 1 / link.ranks_per_node
 
 
-def hops_s(kind: Kind, link: Link, device: Device) -> float:
+def hop_latency_s(kind: OperatorKind, link: LinkRanks, device: Device) -> float:
     """Return the latency that nodes beyond the first add to a call, in seconds.
 
     Rings pass all ranks, trees have a depth of log2(nodes) in both directions. Latencies per hop
@@ -266,7 +275,7 @@ def hops_s(kind: Kind, link: Link, device: Device) -> float:
         return 0.0
     if kind == "all_reduce":
         return 2 * log2(link.nodes) * 8.5e-6
-    return (link.nodes - 1) * ((link.local - 1) * 1.9e-6 + 4e-6)
+    return (link.nodes - 1) * ((link.ranks_per_node - 1) * 1.9e-6 + 4e-6)
 
 
 def _peak_flops(device: Device, matmul_dtype: str, dtype: str) -> float:
@@ -277,15 +286,15 @@ def _peak_flops(device: Device, matmul_dtype: str, dtype: str) -> float:
     return device.peak_flops.get(matmul_dtype, device.peak_flops[dtype])
 
 
-def main_quantity(operator: Operator) -> Array:
+def efficiency_quantity(operator: Operator) -> Array:
     """Return the quantity that efficiency refers to: FLOPs, memory bytes or network bytes."""
     if operator.kind in COMPUTE_KINDS:
         return np.asarray(operator.flops, float)
-    of_network = operator.kind in NETWORK_KINDS
-    return np.asarray(operator.network_bytes if of_network else operator.memory_bytes, float)
+    is_network = operator.kind in NETWORK_KINDS
+    return np.asarray(operator.network_bytes if is_network else operator.memory_bytes, float)
 
 
-class Operators(NamedTuple):
+class PassOperators(NamedTuple):
     """Operators of one block, by pass."""
 
     forward: list[Operator]
@@ -293,21 +302,21 @@ class Operators(NamedTuple):
     """Backward pass for inputs."""
     weights: list[Operator]
     """Backward pass for weights."""
-    again: list[Operator]
+    recomputed: list[Operator]
     """Operators that the backward pass recomputes."""
 
     @classmethod
-    def none(cls) -> Operators:
+    def empty(cls) -> PassOperators:
         """Return empty lists."""
         return cls([], [], [], [])
 
-    def add(self, other: Operators) -> None:
+    def add(self, other: PassOperators) -> None:
         """Append the operators of `other` to each pass."""
-        for operators, more in zip(self, other, strict=True):
-            operators.extend(more)
+        for operators, added in zip(self, other, strict=True):
+            operators.extend(added)
 
 
-class Times(NamedTuple):
+class OperatorTimes(NamedTuple):
     """Time of sequential operators, by task."""
 
     device_ms: Array
@@ -322,7 +331,7 @@ class Times(NamedTuple):
         return np.maximum(self.device_ms, self.host_ms)
 
 
-class Work(NamedTuple):
+class OperatorTotals(NamedTuple):
     """Sums of operator times by task, before overlap is applied."""
 
     compute_ms: Array
@@ -333,20 +342,20 @@ class Work(NamedTuple):
     """Host time to queue the operators, on asynchronous devices."""
 
     @classmethod
-    def none(cls, tasks: int) -> Work:
+    def zero(cls, tasks: int) -> OperatorTotals:
         """Return zero work."""
         return cls(*(np.zeros(tasks) for _ in cls._fields))
 
     @classmethod
-    def of(
+    def from_operators(
         cls,
         operators: Iterable[Operator],
-        profile: Profile,
+        profile: DeviceProfile,
         dtype: str,
         tasks: int,
         *,
         compiled: bool = False,
-    ) -> Work:
+    ) -> OperatorTotals:
         """Return the work of operators.
 
         Args:
@@ -356,11 +365,11 @@ class Work(NamedTuple):
             tasks: Number of tasks N.
             compiled: Whether compiled code calls the operators of layers.
         """
-        work = cls.none(tasks)
+        work = cls.zero(tasks)
         for operator in operators:
-            time_N = operator_ms(operator, profile, dtype)
+            time_N = operator_time_ms(operator, profile, dtype)
             if profile.device.asynchronous:
-                call_us = profile.queueing_us(
+                call_us = profile.launch_time_us(
                     operator.kind, compiled=compiled and operator.in_layer
                 )
                 work.host_ms[:] += np.asarray(operator.calls) * call_us * 1e-3
@@ -372,38 +381,40 @@ class Work(NamedTuple):
                 work.matmul_ms[:] += time_N
         return work
 
-    def plus(self, other: Work, times: Array | float = 1.0) -> Work:
+    def add(self, other: OperatorTotals, times: Array | float = 1.0) -> OperatorTotals:
         """Return self + times * other."""
-        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return OperatorTotals(*(a + times * b for a, b in zip(self, other, strict=True)))
 
-    def times(self, profile: Profile, hidden_share: float = 0.0) -> Times:
+    def to_times(self, profile: DeviceProfile, hidden_fraction: float = 0.0) -> OperatorTimes:
         """Return the times of sequential operators with overlapped communication.
 
         Args:
             profile: Device and efficiencies.
-            hidden_share: Fraction of the communication that can overlap with matmuls.
+            hidden_fraction: Fraction of the communication that can overlap with matmuls.
         """
-        hidden_ms = np.minimum(hidden_share * self.network_ms, self.matmul_ms)
+        hidden_ms = np.minimum(hidden_fraction * self.network_ms, self.matmul_ms)
         exposed_ms = self.network_ms - hidden_ms
-        return Times(self.compute_ms + exposed_ms, exposed_ms, self.host_ms)
+        return OperatorTimes(self.compute_ms + exposed_ms, exposed_ms, self.host_ms)
 
 
-def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting) -> Operator:
+def matmul_operator(
+    rows: Array | float, inputs: float, outputs: float, setting: CostSetting
+) -> Operator:
     """Return a matmul with weights: (rows, inputs) @ (inputs, outputs)."""
     moved = rows * (inputs + outputs) + inputs * outputs
     flops = 2 * rows * inputs * outputs
     return Operator("matmul", flops, memory_bytes=setting.element_bytes * moved)
 
 
-def rounded_matmul(
+def float8_matmul(
     rows: Array | float,
     inputs: float,
     outputs: float,
     rounded: Float8Linears,
-    setting: Setting,
+    setting: CostSetting,
     *,
     has_cast_input: bool = False,
-) -> Operators:
+) -> PassOperators:
     """Return the three matmuls of a float8 linear, with the casts of their operands.
 
     A cast computes the maximum magnitude per row or tensor, scales in float32, clamps and casts.
@@ -445,12 +456,12 @@ def rounded_matmul(
             ]
         )
     forward, of_inputs, of_weights = passes
-    return Operators(forward, of_inputs, of_weights, [])
+    return PassOperators(forward, of_inputs, of_weights, [])
 
 
-def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
+def accumulation_operator(parameters: float, setting: CostSetting, tensors: int) -> Operator:
     """Return the operator that accumulates the gradients of a microbatch in float32."""
-    bytes_each = setting.accumulated * (8 + setting.element_bytes)
+    bytes_each = setting.accumulated_fraction * (8 + setting.element_bytes)
     return Operator(
         "elementwise", memory_bytes=bytes_each * parameters, calls=tensors, in_layer=False
     )
@@ -460,9 +471,9 @@ def norm_operators(
     kind: str,
     elements: Array | float,
     calls: int,
-    setting: Setting,
+    setting: CostSetting,
     weight_float32: bool = False,
-) -> Operators:
+) -> PassOperators:
     """Return the operators of norms.
 
     In eager layers, all norms except "layer" compute in float32 with separate calls. A compiled
@@ -483,7 +494,7 @@ def norm_operators(
             Operator("elementwise", memory_bytes=passed * size * elements, calls=calls)
             for passed in (2, 3, 2)
         ]
-        return Operators([fused[0]], [fused[1]], [fused[2]], [])
+        return PassOperators([fused[0]], [fused[1]], [fused[2]], [])
     if kind == "layer":
         forward = 2 * size
         inputs = 3 * size
@@ -509,10 +520,12 @@ def norm_operators(
         Operator("norm", memory_bytes=bytes_each * elements, calls=calls * count)
         for bytes_each, count in each
     )
-    return Operators([first], [second], [third], [])
+    return PassOperators([first], [second], [third], [])
 
 
-def activation_operators(name: str, gated: bool, elements: Array, setting: Setting) -> Operators:
+def activation_operators(
+    name: str, gated: bool, elements: Array, setting: CostSetting
+) -> PassOperators:
     """Return the operators of the activation function of an MLP, and of its gate.
 
     If compiled, each pass is one kernel that reads and writes every tensor once.
@@ -525,28 +538,28 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
     """
     size = setting.element_bytes
 
-    def operator(kind: Kind, passes: int, calls: int) -> Operator:
+    def operator(kind: OperatorKind, passes: int, calls: int) -> Operator:
         return Operator(kind, memory_bytes=passes * size * elements, calls=calls)
 
-    kinds: tuple[Kind, Kind] = ("activation", "activation")
+    kinds: tuple[OperatorKind, OperatorKind] = ("activation", "activation")
     if name in TANH_GELUS:
         kinds = ("gelu_tanh", "gelu_tanh_backward")
     if setting.execution.compiled:
         passes = (3, 5) if gated else (2, 3)
         forward, inputs = ([operator(kinds[i], passes[i], 1)] for i in (0, 1))
-        return Operators(forward, inputs, [], [])
+        return PassOperators(forward, inputs, [], [])
     forward = [operator(kinds[0], 2, 1)]
     inputs = [operator(kinds[1], 3, 1)]
     if name == "quick_gelu":  # x * sigmoid(1.702 x)
         forward.append(operator("elementwise", 5, 2))
         inputs.append(operator("elementwise", 11, 4))
-    if name == CLAMPED:  # clamps of both inputs, a factor, a sigmoid, an addition
+    if name == CLAMPED_SILU:  # clamps of both inputs, a factor, a sigmoid, an addition
         forward.append(operator("elementwise", 11, 5))
         inputs.append(operator("elementwise", 17, 7))
     if gated:
         forward.append(operator("elementwise", 3, 1))
         inputs.append(operator("elementwise", 6, 2))
-    return Operators(forward, inputs, [], [])
+    return PassOperators(forward, inputs, [], [])
 
 
 def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:
@@ -555,18 +568,18 @@ def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:
 
 
 @dataclass(frozen=True)
-class Block(ABC):
+class ModuleBlock(ABC):
     """Consecutive equal blocks of a module. Costs are those of one block on one rank.
 
     Attributes:
         trained: Whether weights of the block, or their adapters, are trained.
         count: Number of consecutive equal blocks.
-        leaf: Whether the input never needs a gradient, such as pixels.
+        needs_no_input_gradient: Whether the input never needs a gradient, such as pixels.
     """
 
     trained: bool
     count: int = 1
-    leaf: bool = False
+    needs_no_input_gradient: bool = False
 
     @property
     def backward_in_forward(self) -> bool:
@@ -582,11 +595,11 @@ class Block(ABC):
         return self.trained * self.flops(sizes)[0]
 
     @abstractmethod
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the operators of each pass."""
 
     @abstractmethod
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array:
         """Return the bytes that are saved from the forward to the backward pass, by task.
 
         Args:
@@ -596,66 +609,72 @@ class Block(ABC):
         """
 
     @abstractmethod
-    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+    def gradients_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array:
         """Return the bytes of gradients that are saved from I to W, by task."""
 
     @abstractmethod
-    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+    def temporary_bytes(self, sizes: TaskSizes, setting: CostSetting, has_backward: Array) -> Array:
         """Return the maximum bytes of temporaries, by task."""
 
 
 @dataclass(frozen=True)
-class Encoding(Block):
+class AutoencoderBlock(ModuleBlock):
     """Encoder of a frozen VAE, which converts pixels to the latents that a generator predicts.
 
     It saves no activations and has no backward pass. It processes complete images without the
     padding of the generator layers.
 
     Attributes:
-        of: Sizes of the VAE encoder.
+        autoencoder: Sizes of the VAE encoder.
     """
 
-    of: AutoencoderSizes = field(kw_only=True)
+    autoencoder: AutoencoderSizes = field(kw_only=True)
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Return the FLOPs of convolutions, and of attention in each frame."""
-        each = sum(work.flops for work in self.of.work)
-        return each * sizes.drawn_N, self.of.pair_flops * sizes.frame_pairs_N
+        each = sum(work.flops for work in self.autoencoder.work)
+        return each * sizes.target_patches_N, self.autoencoder.pair_flops * sizes.frame_pairs_N
 
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: CostSetting) -> PassOperators:
         """Return the operators for batches of frames of one size. Each batch reads all weights."""
         size = setting.element_bytes
-        calls_N = np.ceil(sizes.frames_N / self.of.encode_batch_size)
+        calls_N = np.ceil(sizes.frames_N / self.autoencoder.encode_batch_size)
         operators = []
-        for work in self.of.work:
-            moved_N = work.elements * sizes.drawn_N
+        for work in self.autoencoder.work:
+            moved_N = work.elements * sizes.target_patches_N
             if work.kind == "matmul":
-                moved_N = moved_N + self.of.encoder_parameters * calls_N
-            flops_N = work.flops * sizes.drawn_N
+                moved_N = moved_N + self.autoencoder.encoder_parameters * calls_N
+            flops_N = work.flops * sizes.target_patches_N
             operators.append(
                 Operator(work.kind, flops_N, size * moved_N, calls=work.calls * calls_N)
             )
-        pairs_N = self.of.pair_flops * sizes.frame_pairs_N
-        read_N = size * self.of.attention_elements * sizes.drawn_N
-        if self.of.attentions:
-            calls_N = self.of.attentions * calls_N
+        pairs_N = self.autoencoder.pair_flops * sizes.frame_pairs_N
+        read_N = size * self.autoencoder.attention_elements * sizes.target_patches_N
+        if self.autoencoder.attentions:
+            calls_N = self.autoencoder.attentions * calls_N
             operators.append(Operator("attention", pairs_N, memory_bytes=read_N, calls=calls_N))
-        return Operators(operators, [], [], [])
+        return PassOperators(operators, [], [], [])
 
-    def saved_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+    def saved_bytes(self, sizes: TaskSizes, setting: CostSetting, weights: bool) -> Array:
         """Return zeros."""
-        return 0.0 * sizes.drawn_N
+        return 0.0 * sizes.target_patches_N
 
-    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+    def gradients_bytes(self, sizes: TaskSizes, setting: CostSetting) -> Array:
         """Return zeros, because the VAE encoder has no backward pass."""
-        return 0.0 * sizes.drawn_N
+        return 0.0 * sizes.target_patches_N
 
-    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+    def temporary_bytes(self, sizes: TaskSizes, setting: CostSetting, has_backward: Array) -> Array:
         """Return the bytes of all pixels, and of the activations of one batch of frames.
 
         Pixels are stored in float32 and twice in the compute dtype. The batch has frames of the
         maximum size.
         """
-        at_once_N = np.minimum(sizes.frames_N, self.of.encode_batch_size) * sizes.largest_frame_N
-        pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels_per_patch * sizes.drawn_N
-        return pixels_N + setting.element_bytes * self.of.peak_elements * at_once_N
+        at_once_N = (
+            np.minimum(sizes.frames_N, self.autoencoder.encode_batch_size) * sizes.largest_frame_N
+        )
+        pixels_N = (
+            (4 + 2 * setting.element_bytes)
+            * self.autoencoder.pixels_per_patch
+            * sizes.target_patches_N
+        )
+        return pixels_N + setting.element_bytes * self.autoencoder.peak_elements * at_once_N

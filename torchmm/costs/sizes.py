@@ -58,7 +58,8 @@ class TaskSizes:
         task_S: Index of the task of each segment, in ascending order.
         contexts_S: Number of context tokens that a segment cross-attends to. 0 except for
             generators.
-        given_N: Number of context tokens from the LLM, without padding. 0 except for generators.
+        context_inputs_N: Number of context tokens from the LLM, without padding. 0 except for
+            generators.
         share: Fraction of the positions, and of the attention heads, of one context-parallel rank.
             `inputs_N` and `outputs_N` are already per rank.
         frames: Number of patches of each generated frame, by task, without padding. Empty except
@@ -71,12 +72,12 @@ class TaskSizes:
     lengths_S: Array
     task_S: NDArray[np.int64]
     contexts_S: Array
-    given_N: Array
+    context_inputs_N: Array
     share: float = 1.0
     frames: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def drawn_N(self) -> Array:
+    def target_patches_N(self) -> Array:
         """Number of patches of all generated frames."""
         return np.array([sum(patches) for patches in self.frames], float)
 
@@ -100,25 +101,25 @@ class TaskSizes:
         """Number of tasks N."""
         return len(self.inputs_N)
 
-    def joined(self, others: Sequence[TaskSizes]) -> TaskSizes:
-        """Return the sizes of these tasks, followed by the tasks of `others`."""
-        every = (self, *others)
+    def concatenate(self, other_sizes: Sequence[TaskSizes]) -> TaskSizes:
+        """Return the sizes of these tasks, followed by the tasks of `other_sizes`."""
+        all_sizes = (self, *other_sizes)
 
-        def joined(name: str) -> Array:
-            return np.concatenate([getattr(of_rank, name) for of_rank in every])
+        def concatenate_field(name: str) -> Array:
+            return np.concatenate([getattr(sizes, name) for sizes in all_sizes])
 
-        first = np.cumsum([0, *(of_rank.tasks for of_rank in every)])
-        tasks = [of_rank.task_S + start for of_rank, start in zip(every, first[:-1], strict=True)]
+        first = np.cumsum([0, *(sizes.tasks for sizes in all_sizes)])
+        tasks = [sizes.task_S + start for sizes, start in zip(all_sizes, first[:-1], strict=True)]
         return replace(
             self,
-            inputs_N=joined("inputs_N"),
-            outputs_N=joined("outputs_N"),
-            images_N=joined("images_N"),
-            lengths_S=joined("lengths_S"),
+            inputs_N=concatenate_field("inputs_N"),
+            outputs_N=concatenate_field("outputs_N"),
+            images_N=concatenate_field("images_N"),
+            lengths_S=concatenate_field("lengths_S"),
             task_S=np.concatenate(tasks),
-            contexts_S=joined("contexts_S"),
-            given_N=joined("given_N"),
-            frames=tuple(frames for of_rank in every for frames in of_rank.frames),
+            contexts_S=concatenate_field("contexts_S"),
+            context_inputs_N=concatenate_field("context_inputs_N"),
+            frames=tuple(frames for sizes in all_sizes for frames in sizes.frames),
         )
 
     @cached_property
@@ -136,17 +137,17 @@ class TaskSizes:
         """Number of (position, context token) pairs of cross-attention."""
         return self._sum(self.lengths_S * self.contexts_S)
 
-    def pairs_N(self, window: int | None, apart: bool) -> Array:
+    def pairs_N(self, window: int | None, in_blocks: bool) -> Array:
         """Return the number of attention pairs per rank, without a causal mask.
 
         Context-parallel ranks divide the attention heads, so a rank computes `share` of the pairs.
 
         Args:
             window: Maximum number of positions that a position attends to. If None, the segment.
-            apart: Whether windows are consecutive blocks, as in encoders. Otherwise, the window
+            in_blocks: Whether windows are consecutive blocks, as in encoders. Otherwise, the window
                 slides with the position.
         """
-        return self._pairs(window, apart)
+        return self._pairs(window, in_blocks)
 
     def chunks_N(self, tokens_N: Array) -> Array:
         """Return the number of chunks of segments per rank, for kernels that work in chunks.
@@ -198,9 +199,9 @@ class TaskSizes:
     def _pairs(self):  # type: ignore[no-untyped-def]  # a cache per object, not per class
         return cache(self._count_pairs)
 
-    def _count_pairs(self, window: int | None, apart: bool) -> Array:
+    def _count_pairs(self, window: int | None, in_blocks: bool) -> Array:
         pairs_S = self.lengths_S * self._reach(window)
-        if window is not None and apart:
+        if window is not None and in_blocks:
             # Full windows attend to `window` positions, the last window to its `rest_S` positions.
             rest_S = self.lengths_S % window
             pairs_S = (self.lengths_S - rest_S) * window + rest_S**2
@@ -224,9 +225,10 @@ def encoder_sizes(module: ModuleDescription, tasks: Sequence[Sequence[ImageMeta]
     dummy = ImageMeta(0, 0, patches, patches // module.patches_per_token)
     shown = [list(images) or [dummy] for images in tasks]
     lengths = [
-        [length for i in images for length in _frames(i, module.extra_tokens)] for images in shown
+        [length for i in images for length in _segment_lengths(i, module.extra_tokens)]
+        for images in shown
     ]
-    return _sizes(
+    return _task_sizes(
         inputs=[sum(i.patches for i in images) for images in shown],
         outputs=[sum(i.tokens for i in images) for images in shown],
         images=[len(images) for images in shown],
@@ -257,7 +259,7 @@ def llm_sizes(
             [*of_task, gap] if gap > 0 else of_task
             for of_task, gap in zip(lengths, gaps, strict=True)
         ]
-    sizes = _sizes(
+    sizes = _task_sizes(
         inputs=[sum(of_task) for of_task in lengths],
         outputs=list(targets),
         images=[meta.image_count for meta in microbatches],
@@ -285,7 +287,9 @@ def generator_sizes(
             the length of the longest image. The same applies to their contexts.
     """
     lengths = [[image.patches for image in images] for images in tasks]
-    frames = tuple(tuple(n for image in images for n in _frames_of(image)) for images in tasks)
+    frames = tuple(
+        tuple(n for image in images for n in _generated_frame_patches(image)) for images in tasks
+    )
     contexts = [[image.context for image in images] for images in tasks]
     context_tokens = [sum(of_task) for of_task in contexts]
     if padding:
@@ -293,18 +297,18 @@ def generator_sizes(
             [[max(of_task)] * len(of_task) if of_task else [] for of_task in each]
             for each in (lengths, contexts)
         )
-    sizes = _sizes(
+    sizes = _task_sizes(
         inputs=[sum(of_task) for of_task in lengths],
         outputs=[sum(of_task) for of_task in lengths],
         images=[len(of_task) for of_task in lengths],
         lengths=lengths,
         contexts=contexts,
-        given=context_tokens,
+        context_inputs=context_tokens,
     )
     return replace(sizes, frames=frames)
 
 
-def pack_sizes(
+def sequence_sizes(
     module: ModuleDescription, packs: Sequence[MicrobatchMeta]
 ) -> tuple[NDArray[np.int64], TaskSizes | None]:
     """Return the packed sequences that a module processes, and their sizes.
@@ -339,24 +343,24 @@ def text_tokens(meta: MicrobatchMeta) -> int:
     return max(0, meta.used_tokens - images)
 
 
-def _frames_of(image: GeneratedMeta) -> list[int]:
+def _generated_frame_patches(image: GeneratedMeta) -> list[int]:
     """Return the number of patches of each frame of a generated image or video."""
     frames, rows, columns = image.grid_thw
     return [rows * columns] * frames
 
 
-def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:
+def _segment_lengths(image: ImageMeta, extra_tokens: int) -> list[int]:
     """Return the lengths of the attention segments: one per image, or one per video frame."""
     return [image.patches // image.frames + extra_tokens] * image.frames
 
 
-def _sizes(
+def _task_sizes(
     inputs: Sequence[int],
     outputs: Sequence[int],
     images: Sequence[int],
     lengths: Sequence[Sequence[int]],
     contexts: Sequence[Sequence[int]],
-    given: Sequence[int] = (),
+    context_inputs: Sequence[int] = (),
 ) -> TaskSizes:
     return TaskSizes(
         np.array(inputs, float),
@@ -365,7 +369,7 @@ def _sizes(
         np.array([n for of_task in lengths for n in of_task], float),
         np.repeat(np.arange(len(lengths)), [len(of_task) for of_task in lengths]),
         np.array([n for of_task in contexts for n in of_task], float),
-        np.array(given or [0] * len(lengths), float),
+        np.array(context_inputs or [0] * len(lengths), float),
     )
 
 
@@ -381,27 +385,27 @@ class ModuleTasks:
         keys: (microbatch, sub-microbatch) of each of the N tasks.
         sizes: Computed sizes, including padding. With context parallelism, the sizes of the rank
             with the most patches.
-        useful: Sizes without padding, summed over context-parallel ranks. Used for FLOPs.
-        others: Sizes of the same tasks on each of the other ranks that run in lockstep.
+        unpadded_sizes: Sizes without padding, summed over context-parallel ranks. Used for FLOPs.
+        lockstep_sizes: Sizes of the same tasks on each of the other ranks that run in lockstep.
     """
 
     module: ModuleDescription
     keys: list[tuple[int, int]]
     sizes: TaskSizes
-    useful: TaskSizes
-    others: tuple[TaskSizes, ...] = ()
+    unpadded_sizes: TaskSizes
+    lockstep_sizes: tuple[TaskSizes, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Number of ranks that run the layers in lockstep."""
-        return 1 + len(self.others)
+        return 1 + len(self.lockstep_sizes)
 
     @cached_property
-    def of_ranks(self) -> TaskSizes:
+    def all_rank_sizes(self) -> TaskSizes:
         """Sizes of the tasks of all ranks in lockstep, rank by rank, starting with `sizes`."""
-        return self.sizes.joined(self.others) if self.others else self.sizes
+        return self.sizes.concatenate(self.lockstep_sizes) if self.lockstep_sizes else self.sizes
 
-    def gradient_arrives_N(self, graph: StageGraph, stage: int) -> NDArray[np.bool_]:
+    def sends_gradient_N(self, graph: StageGraph, stage: int) -> NDArray[np.bool_]:
         """Return a flag per task: True if the stage sends a gradient to the preceding stage."""
         flags = [inputs_need_gradient(graph, stage, i) for i in range(graph.microbatches)]
         return np.array([flags[i] for i, _ in self.keys], bool)
@@ -440,23 +444,21 @@ def module_tasks(
     if module.kind == "encoder":
         read = [meta.images_of_encoder(module.name) for meta in microbatches]
         if graph.context > 1:
-            shares = [
-                _shared_groups(*pair, graph.context) for pair in zip(read, parts, strict=True)
-            ]
+            shares = [_split_images(*pair, graph.context) for pair in zip(read, parts, strict=True)]
             by_rank = [of_ranks for of_tasks in shares for of_ranks in of_tasks]
             largest = [max(of_ranks, key=_patches) for of_ranks in by_rank]
             all_images = [[i for share in of_ranks for i in share] for of_ranks in by_rank]
             useful = encoder_sizes(module, all_images)
             return ModuleTasks(module, keys, encoder_sizes(module, largest), useful)
-        sizes = encoder_sizes(module, _groups(module.name, read, parts))
+        sizes = encoder_sizes(module, _images_by_task(module.name, read, parts))
     else:
-        generated = _groups(module.name, [meta.generated for meta in microbatches], parts)
+        generated = _images_by_task(module.name, [meta.generated for meta in microbatches], parts)
         sizes = generator_sizes(generated, padding=True)
         return ModuleTasks(module, keys, sizes, generator_sizes(generated))
     return ModuleTasks(module, keys, sizes, sizes)
 
 
-def _shared_groups(
+def _split_images(
     images: Sequence[ImageMeta], tasks: int, ranks: int
 ) -> list[list[Sequence[ImageMeta]]]:
     """Split the images of a microbatch between context-parallel ranks, then into tasks.
@@ -470,12 +472,18 @@ def _shared_groups(
         Images by task and rank.
     """
     shares = [
-        images[own.start : own.stop] for own in assign_images([i.patches for i in images], ranks)
+        images[share.start : share.stop]
+        for share in assign_images([i.patches for i in images], ranks)
     ]
-    places = [[task_images(len(own), tasks, i, ranks) for own in shares] for i in range(tasks)]
+    positions = [
+        [task_images(len(share), tasks, i, ranks) for share in shares] for i in range(tasks)
+    ]
     return [
-        [own[at.start : at.stop] for own, at in zip(shares, of_ranks, strict=True)]
-        for of_ranks in places
+        [
+            share[position.start : position.stop]
+            for share, position in zip(shares, of_ranks, strict=True)
+        ]
+        for of_ranks in positions
     ]
 
 
@@ -483,7 +491,7 @@ def _patches(images: Sequence[ImageMeta]) -> int:
     return sum(image.patches for image in images)
 
 
-def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[list[T]]:
+def _images_by_task(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[list[T]]:
     """Return the images of each task, which is a sub-microbatch.
 
     Tasks of a microbatch without images have an empty list.

@@ -312,8 +312,7 @@ class EncoderModule(LayeredModule):
         return self.connector(x_PD)
 
     def _run_layers(self, hidden: Tensor, context: Any, deepstack_layers: list[Tensor]) -> Tensor:
-        """Return the output of the layers, and append the outputs of tapped layers to
-        `deepstack_layers`."""
+        """Return the output of the layers, and append DeepStack outputs to `deepstack_layers`."""
         for index, layer in self.indexed_layers():
             hidden = self.family.run_layer(self.tower, index, layer, hidden, context)
             if index in self.deepstack_layers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.execution import Execution, States
+from torchmm.costs.execution import Execution, ParameterStates
 from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
@@ -87,7 +87,7 @@ def module_executions(
     return executions
 
 
-def parameter_states(recipe: Recipe) -> States:
+def parameter_states(recipe: Recipe) -> ParameterStates:
     """Return the bytes of parameters and optimizer states in training.
 
     8-bit states are estimated as if all parameters were matrices with complete blocks, because
@@ -120,17 +120,17 @@ def parameter_states(recipe: Recipe) -> States:
     ]
     is_low_precision = optimizer.state_dtype != "float32"
     in_place = not (is_bfloat16 or muon or optimizer.offload or is_low_precision)
-    return States(
+    return ParameterStates(
         weight=weight,
         moments=2 * device_moment,
         layer_moments=(1 if muon else 2) * device_moment,
-        average=average_bytes,
-        updated=update_bytes,
-        fused=update_bytes if muon else fused_update_bytes,
-        visiting=(1 if muon else 2) * (moment_bytes - device_moment),
-        orthogonal=muon,
-        portion=0 if in_place else UPDATE_CHUNK,
-        copy=4.0 * is_bfloat16,
-        moment_copy=4.0 * is_low_precision,
-        rounding=rounding_bytes,
+        moving_average=average_bytes,
+        update_traffic=update_bytes,
+        fused_update_traffic=update_bytes if muon else fused_update_bytes,
+        offloaded_moments=(1 if muon else 2) * (moment_bytes - device_moment),
+        uses_muon=muon,
+        update_chunk=0 if in_place else UPDATE_CHUNK,
+        float32_copy=4.0 * is_bfloat16,
+        float32_moment_copy=4.0 * is_low_precision,
+        rounding_buffer=rounding_bytes,
     )

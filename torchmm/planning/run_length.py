@@ -88,7 +88,9 @@ def checkpoint_bytes(recipe: Recipe, model: MultimodalModel) -> float:
         total += states.weight * parameter.numel()
         if parameter.requires_grad:
             moments = states.layer_moments if parameter in matrices else states.moments
-            total += (moments + states.visiting + states.average) * parameter.numel()
+            total += (
+                moments + states.offloaded_moments + states.moving_average
+            ) * parameter.numel()
     return total
 
 

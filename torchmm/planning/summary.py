@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.layers import Parameters, trained_parameters
+from torchmm.costs.layers import StageParameters, trained_parameters
 from torchmm.models.hf.pair_classes import describe_export_class
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.converters import find_converters
@@ -77,7 +77,7 @@ def _rank_state_bytes(
         adapter_parameters = sum(count for layer, count in counted_layers if layer.adapters)
         module_parameters = parameters - sum(module.autoencoder_parameters) // module_sizes.pipeline
         trained = module_parameters * module.trainable + adapter_parameters
-        state = Parameters(parameters, trained, min(trained, sum(layer_parameters)), states)
+        state = StageParameters(parameters, trained, min(trained, sum(layer_parameters)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         compute_bytes = 2 if training.dtype == "bfloat16" else 4
         weights += (

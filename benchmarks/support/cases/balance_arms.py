@@ -33,7 +33,7 @@ from torchmm.balance.search.result import fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -124,7 +124,7 @@ class Setup:
 
     recipe: Recipe
     gpus: int
-    profile: Profile
+    profile: DeviceProfile
     batches: list[BatchSample]
 
     @cached_property

@@ -26,7 +26,7 @@ from support.ranks import Comparison, Program, Stopwatch, run_ranks
 from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, SleepWork
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.run_costs import build_cost_model
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved_recipe import resolve_recipe
 
@@ -76,7 +76,7 @@ def draw_works(case: Case, setting: Setting) -> dict[bool, SleepWork]:
     packs = batches_by_packing[False].batches[0]
     forward_ms = {}
     for module in modules:
-        _, sizes = pack_sizes(module, packs)
+        _, sizes = sequence_sizes(module, packs)
         assert sizes is not None
         costs = model.stage_costs(module, 0, len(module.layers), sizes, True)
         forward_ms[module.kind] = float(costs.forward.total_ms.sum())

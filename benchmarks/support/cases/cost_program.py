@@ -26,7 +26,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import set_malloc_retention
 from torchmm.costs.execution import Execution
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of
 from torchmm.parallel.apply import parallelize
@@ -150,7 +150,7 @@ class Prediction(NamedTuple):
     """Milliseconds by class of action, summed over ranks."""
 
 
-def predict(replicas: list[Replica], profile: Profile) -> Prediction:
+def predict(replicas: list[Replica], profile: DeviceProfile) -> Prediction:
     """Return the prediction for a step; ranks of a pipeline have the same plan.
 
     Args:

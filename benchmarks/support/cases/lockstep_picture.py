@@ -11,8 +11,8 @@ import numpy as np
 from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
 from torchmm.balance.run_costs import build_cost_model, load_simulated_profile
 from torchmm.common.files import replace_atomically
-from torchmm.costs.flops import gradients_arrive
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.flops import modules_with_trained_sources
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.recipe.read import load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "pipeweaver_vlm_s.toml"
@@ -63,10 +63,10 @@ def panels() -> list[Panel]:
         sample = forecaster.sample
         model = build_cost_model(forecaster.run, forecaster.modules, profile)
         metas = [meta for share in forecaster.shares for meta in share]
-        arrives = [gradients_arrive(forecaster.modules, meta) for meta in metas]
+        arrives = [modules_with_trained_sources(forecaster.modules, meta) for meta in metas]
         ms_KN = np.zeros((len(forecaster.modules), len(metas)))
         for module, ms_N in zip(forecaster.modules, ms_KN, strict=True):
-            at, sizes = pack_sizes(module, metas)
+            at, sizes = sequence_sizes(module, metas)
             if sizes is not None:
                 needs_input_grad_N = np.array([arrives[i][module.name] for i in at], bool)
                 costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)

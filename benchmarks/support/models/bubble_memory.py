@@ -22,7 +22,7 @@ from support.models.bubble_model import (
 )
 from support.models.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
 from torchmm.balance.optimus.bubble_scheduler import BubbleSchedule
-from torchmm.costs.layers import Parameters
+from torchmm.costs.layers import StageParameters
 
 DEVICE_BYTES = 80e9
 KEPT_PER_LAYER = 34
@@ -102,7 +102,7 @@ def saved_bytes(shape: Shape, speed: Speed) -> float:
 def _state_bytes(model: Model, shape: Shape, layers: float) -> float:
     """Return state bytes of layers on a device, sharded like those of the LLM."""
     count = shape.describe("encoder").layers[0].parameters * layers / TENSOR
-    return state_bytes(Parameters(count, count), model.data)
+    return state_bytes(StageParameters(count, count), model.data)
 
 
 def _in_flight(model: Model, virtual: int, rank: int) -> float:

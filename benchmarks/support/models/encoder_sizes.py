@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.execution import FLOAT32, States
-from torchmm.costs.layers import Parameters, stage_parameters
+from torchmm.costs.execution import FLOAT32, ParameterStates
+from torchmm.costs.layers import StageParameters, stage_parameters
 from torchmm.pipelining.schedules.layouts import balanced_split
 
 
@@ -105,7 +105,7 @@ def encoder_plans(
     llm: ParallelSizes,
     *,
     compute_bytes: int = 2,
-    states: States = FLOAT32,
+    states: ParameterStates = FLOAT32,
 ) -> list[EncoderPlan]:
     """Return all plans of one encoder, starting with the plan with the most replicas.
 
@@ -148,7 +148,7 @@ def colocated_plans(
     limit_bytes: int,
     *,
     compute_bytes: int = 2,
-    states: States = FLOAT32,
+    states: ParameterStates = FLOAT32,
 ) -> list[ColocatedPlan]:
     """Return all combinations of encoder plans that fit.
 
@@ -193,7 +193,7 @@ def colocated_plans(
     return fitting
 
 
-def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:
+def state_bytes(count: StageParameters, data: int, compute_bytes: int = 2) -> int:
     """Return weights, gradients and optimizer states of a stage on one device, in bytes.
 
     Args:

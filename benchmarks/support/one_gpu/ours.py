@@ -33,7 +33,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import microbatch_flops
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.data.loader import StepBatch
 from torchmm.extensions.reports.diagnostics import predict_peak_bytes
 from torchmm.models.hf.load import local_tensor
@@ -155,7 +155,7 @@ class Predicted(NamedTuple):
     module_ms: dict[str, float]
 
 
-def predict(sizes: StepSizes, profile: Profile) -> Predicted:
+def predict(sizes: StepSizes, profile: DeviceProfile) -> Predicted:
     """Return the simulated times of a step.
 
     Raises:

@@ -28,7 +28,7 @@ from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.costs.devices import DEVICES
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.p2p import PendingTransfer, ShapeAndDtype
 from torchmm.pipelining.plan.actions import COMPUTE, Action
@@ -79,7 +79,7 @@ def known_name(device: torch.device) -> str | None:
     return next((name for name in DEVICES if name in found), None)
 
 
-def known_profile(device: torch.device) -> Profile:
+def known_profile(device: torch.device) -> DeviceProfile:
     """Return the profile of the card without a measurement."""
     return load_profile(known_name(device) or "a100" if device.type == "cuda" else "cpu")
 
@@ -159,7 +159,7 @@ def run_stages(bench: Bench) -> None:
                      f"composed {composed.makespan_ms:.1f} ms")  # fmt: skip
 
 
-def _profile(bench: Bench) -> Profile:
+def _profile(bench: Bench) -> DeviceProfile:
     """Return the calibrated profile if part "layers" has written it."""
     file = bench.recorder.directory / "profile.json"
     return load_profile(file) if file.exists() else known_profile(bench.device)

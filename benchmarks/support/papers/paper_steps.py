@@ -30,7 +30,7 @@ from support.papers.paper_figures import Figure
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.simulator import SimulatedStep
-from torchmm.costs.operators import COMPUTE_KINDS, Curve, Profile
+from torchmm.costs.operators import COMPUTE_KINDS, DeviceProfile, EfficiencyCurve
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -60,10 +60,10 @@ BUBBLES = {
 """Classes of `torchmm.pipelining.view.timeline` by rows of Optimus table 1."""
 
 
-def scaled(profile: Profile, factor: float) -> Profile:
+def scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:
     """Return the profile with different efficiencies of matmuls and attention."""
     curves = {
-        kind: Curve(curve.sizes, tuple(factor * v for v in curve.values))
+        kind: EfficiencyCurve(curve.sizes, tuple(factor * v for v in curve.values))
         for kind, curve in profile.efficiency.items()
         if kind in COMPUTE_KINDS
     }

@@ -33,7 +33,7 @@ from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.simulation.section import SimulatedSequences
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.costs.execution import Recompute
+from torchmm.costs.execution import RecomputeSetting
 from torchmm.costs.flops import module_layers
 from torchmm.costs.layers import stage_parameters
 from torchmm.pipelining.checks.validate import validate_plan
@@ -53,7 +53,7 @@ VIRTUAL_STAGES = 4
 """Virtual stages per rank of Megatron-LM."""
 MEMORY_SHARE = 0.85
 COARSE = "sequential modules"
-Modes = tuple[Recompute, ...]
+Modes = tuple[RecomputeSetting, ...]
 
 
 class Model(NamedTuple):
@@ -128,14 +128,14 @@ class Setting:
     def limit_bytes(self) -> int:
         return round(MEMORY_SHARE * self.profile.device.memory_bytes)
 
-    def model(self, modes: Sequence[Recompute]) -> CostModel:
+    def model(self, modes: Sequence[RecomputeSetting]) -> CostModel:
         executions = {
             module.name: replace(self._executions[module.name], recompute=mode)
             for module, mode in zip(self.modules, modes, strict=True)
         }
         return CostModel(self.profile, self.recipe.training.dtype, executions)
 
-    def costs(self, graph: StageGraph, modes: Sequence[Recompute]) -> PlanCosts:
+    def costs(self, graph: StageGraph, modes: Sequence[RecomputeSetting]) -> PlanCosts:
         plan_cost = compute_plan_costs(graph, self.modules, self.metas, self.model(modes))
         return replace(plan_cost, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
@@ -145,7 +145,7 @@ class Setting:
         typical = module_layers(self.modules, self.unordered_microbatches)
         for cut, module in zip(typical, self.modules, strict=True):
             count = len(module.layers)
-            parameters = [stage_parameters(module, i, i + 1).all for i in range(count)]
+            parameters = [stage_parameters(module, i, i + 1).total for i in range(count)]
             layers.append(replace(cut, costs=tuple(parameters), embedding_cost=0.0, head_cost=0.0))
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 

@@ -26,10 +26,10 @@ import numpy as np
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSimulator
-from torchmm.costs.components import Heads
-from torchmm.costs.execution import Recompute
+from torchmm.costs.components import HeadTransforms
+from torchmm.costs.execution import RecomputeSetting
 from torchmm.costs.layers import layer_operators, local_linears
-from torchmm.costs.operators import operator_ms
+from torchmm.costs.operators import operator_time_ms
 from torchmm.costs.sizes import llm_sizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
@@ -90,7 +90,7 @@ class Run:
     memory_gib: float | None = None
     batch: int = 2
     sequence: int = 8192
-    recompute: Recompute | Literal["op"] = "op"
+    recompute: RecomputeSetting | Literal["op"] = "op"
     compiled: bool = True
     float8: bool = False
     microbatch: int = 0
@@ -186,9 +186,14 @@ class _Forecaster(StepSimulator):
     """A forecaster that recomputes as the run does, eager layers on CUDA included."""
 
     def __init__(
-        self, recipe: Recipe, gpus: int, device: str, recompute: Recompute, sample: StepSample
+        self,
+        recipe: Recipe,
+        gpus: int,
+        device: str,
+        recompute: RecomputeSetting,
+        sample: StepSample,
     ) -> None:
-        self.recompute: Recompute = recompute
+        self.recompute: RecomputeSetting = recompute
         super().__init__(recipe, gpus, load_profile(device), sample=sample)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
@@ -209,7 +214,7 @@ def simulate(run: Run) -> Result:
     recipe = _recipe(run)
     sample = StepSample(recipe)
 
-    def forecast(recompute: Recompute) -> tuple[float, float, CostModel]:
+    def forecast(recompute: RecomputeSetting) -> tuple[float, float, CostModel]:
         forecaster = _Forecaster(recipe, run.gpus, run.device, recompute, sample)
         result = forecaster.simulate_schedule()
         if result.step is None:
@@ -239,14 +244,14 @@ def _complex_rotation_s(run: Run, sample: StepSample, model: CostModel) -> float
     sizes = llm_sizes(sample.packs[:1], [run.sequence], padding=True)
     compiled = model.setting(module, 1)
     eager = compiled._replace(execution=replace(compiled.execution, compiled=False))
-    rotation = Heads(replace(module.layers[0], qk_norm=False))
+    rotation = HeadTransforms(replace(module.layers[0], qk_norm=False))
     added_ms = 0.0
     for setting, sign in ((eager, 1), (compiled, -1)):
         operators = rotation.operators(sizes, setting)
         again = operators.forward if run.recompute != "none" else []
         for operator in (*operators.forward, *operators.inputs, *again):
             if operator.kind == "elementwise":
-                added_ms += sign * operator_ms(operator, model.profile, "bfloat16").item()
+                added_ms += sign * operator_time_ms(operator, model.profile, "bfloat16").item()
     return added_ms / 1e3 * len(module.layers) * run.tensor / run.sequence
 
 
@@ -260,7 +265,9 @@ def _recomputed_shares(run: Run, sample: StepSample, model: CostModel) -> tuple[
     times: dict[str, list[float]] = {"matmul": [], "attention": []}
     for operator in operators:
         if operator.kind in times:
-            times[operator.kind].append(operator_ms(operator, model.profile, "bfloat16").item())
+            times[operator.kind].append(
+                operator_time_ms(operator, model.profile, "bfloat16").item()
+            )
     every_second = slice(1, None, 2)
     share = sum(times["matmul"][every_second]) / sum(map(sum, times.values()))
     results = np.array([outputs for _, outputs in local_linears(layer, execution.tensor).values()])

@@ -12,7 +12,7 @@ from support.models.encoder_sizes import (
 )
 
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.layers import Parameters, stage_parameters
+from torchmm.costs.layers import StageParameters, stage_parameters
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
@@ -72,7 +72,7 @@ def test_memory_of_encoder_copies_matches_formula():
                 assert plan.pipelines == 1 and mean == 0
             # Without optimizer state, all devices together store DP_enc times the encoder.
             per_device = [
-                6 * stage_parameters(encoder, s, e, plan.sizes.tensor).all
+                6 * stage_parameters(encoder, s, e, plan.sizes.tensor).total
                 for s, e in _ranges(plan.layers)
             ]
             copies = llm.ranks / len(per_device)
@@ -87,10 +87,10 @@ def _ranges(layers):
 
 
 def test_optimizer_state_is_included_except_if_frozen():
-    count = Parameters(1000, 1000)
+    count = StageParameters(1000, 1000)
     assert state_bytes(count, 1) == 18_000  # 2 weights, 4 gradients, 4 + 8 optimizer
     assert state_bytes(count, 4) == 6000 + 3000
-    assert state_bytes(Parameters(1000, 0), 4) == 2000 + 1000
+    assert state_bytes(StageParameters(1000, 0), 4) == 2000 + 1000
     assert state_bytes(count, 4, compute_bytes=4) == 8000 + 3000
     llm = ParallelSizes(2, 2, 1)
     trained = transformer("vision", "encoder", 256, 4)

@@ -3,27 +3,27 @@
 import numpy as np
 import pytest
 
-from torchmm.costs.devices import DEVICES, NETWORK, Device, Link
+from torchmm.costs.devices import BETWEEN_NODES, DEVICES, Device, LinkRanks
 from torchmm.costs.operators import (
     COMPUTE_KINDS,
     KINDS,
     NETWORK_KINDS,
-    Curve,
-    Kind,
+    DeviceProfile,
+    EfficiencyCurve,
     Operator,
-    Profile,
-    Work,
-    operator_ms,
+    OperatorKind,
+    OperatorTotals,
+    operator_time_ms,
 )
 
 DEVICE = Device("toy", {"float32": 1e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "made up")
-HALF = Curve((1.0,), (0.5,))
+HALF = EfficiencyCurve((1.0,), (0.5,))
 
 
-def profile(asynchronous: bool = False, **call_us: float) -> Profile:
+def profile(asynchronous: bool = False, **call_us: float) -> DeviceProfile:
     device = Device(**{**vars(DEVICE), "asynchronous": asynchronous})
-    curves: dict[Kind, Curve] = dict.fromkeys(KINDS, HALF)
-    return Profile(device, curves, call_us, launch_us=10.0 if asynchronous else 0.0)  # type: ignore[arg-type]
+    curves: dict[OperatorKind, EfficiencyCurve] = dict.fromkeys(KINDS, HALF)
+    return DeviceProfile(device, curves, call_us, launch_us=10.0 if asynchronous else 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -35,30 +35,30 @@ def profile(asynchronous: bool = False, **call_us: float) -> Profile:
         (Operator("matmul", flops=1e9, memory_bytes=1e9), 20e-3),
         (Operator("attention", flops=2e9, memory_bytes=1e6), 4e-3),
         (Operator("norm", memory_bytes=1e8), 2e-3),
-        (Operator("all_gather", network_bytes=1e8, link=Link(1, 4)), 20e-3),
-        (Operator("all_gather", network_bytes=1e8, link=NETWORK), 200e-3),
+        (Operator("all_gather", network_bytes=1e8, link=LinkRanks(1, 4)), 20e-3),
+        (Operator("all_gather", network_bytes=1e8, link=BETWEEN_NODES), 200e-3),
     ],
     ids=str,
 )
 def test_slowest_resource_determines_time(operator: Operator, seconds: float) -> None:
-    assert operator_ms(operator, profile(), "float32") == pytest.approx(seconds * 1e3)
+    assert operator_time_ms(operator, profile(), "float32") == pytest.approx(seconds * 1e3)
 
 
 def test_every_call_has_an_overhead() -> None:
     operator = Operator("norm", memory_bytes=np.array([0.0, 1e8]), calls=np.array([3.0, 5.0]))
-    times = operator_ms(operator, profile(norm=100.0), "float32")
+    times = operator_time_ms(operator, profile(norm=100.0), "float32")
     assert times == pytest.approx([0.3, 2.5])
 
 
 def test_efficiency_depends_on_call_size() -> None:
-    curve = Curve((1e6, 1e8), (0.1, 0.5))
+    curve = EfficiencyCurve((1e6, 1e8), (0.1, 0.5))
     assert curve.at(1e3) == 0.1
     assert curve.at(1e7) == pytest.approx(0.3)  # halfway on a logarithmic scale
     assert curve.at(1e12) == 0.5
-    small = Profile(DEVICE, {**dict.fromkeys(KINDS, HALF), "matmul": curve})
+    small = DeviceProfile(DEVICE, {**dict.fromkeys(KINDS, HALF), "matmul": curve})
     single_call, parts = Operator("matmul", flops=1e8), Operator("matmul", flops=1e8, calls=100.0)
-    assert operator_ms(single_call, small, "float32") == pytest.approx(1e8 / 0.5e12 * 1e3)
-    assert operator_ms(parts, small, "float32") == pytest.approx(1e8 / 0.1e12 * 1e3)
+    assert operator_time_ms(single_call, small, "float32") == pytest.approx(1e8 / 0.5e12 * 1e3)
+    assert operator_time_ms(parts, small, "float32") == pytest.approx(1e8 / 0.1e12 * 1e3)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_efficiency_depends_on_call_size() -> None:
 )
 def test_invalid_efficiency_curves_are_rejected(sizes, values) -> None:
     with pytest.raises(ValueError, match="efficiencies"):
-        Curve(sizes, values)
+        EfficiencyCurve(sizes, values)
 
 
 def test_network_time_overlaps_with_matmuls() -> None:
@@ -76,24 +76,28 @@ def test_network_time_overlaps_with_matmuls() -> None:
         Operator("norm", memory_bytes=np.array([1e8, 1e8])),
         Operator("all_reduce", network_bytes=np.array([1e7, 1e7])),
     ]
-    work = Work.of(operators, profile(), "float32", 2)
+    work = OperatorTotals.from_operators(operators, profile(), "float32", 2)
     assert work.compute_ms == pytest.approx([4.0, 2.0])
     assert work.network_ms == pytest.approx([2.0, 2.0])
-    exposed = work.times(profile())
+    exposed = work.to_times(profile())
     assert exposed.total_ms == pytest.approx([6.0, 4.0])
     assert exposed.tp_comm_ms == pytest.approx([2.0, 2.0])
-    hidden = work.times(profile(), hidden_share=0.75)
+    hidden = work.to_times(profile(), hidden_fraction=0.75)
     assert hidden.tp_comm_ms == pytest.approx([0.5, 2.0])  # no matmul to overlap with
-    twice = work.plus(work, 2.0).times(profile())
+    twice = work.add(work, 2.0).to_times(profile())
     assert twice.total_ms == pytest.approx([18.0, 12.0])
 
 
 def test_host_queue_limits_small_operators() -> None:
     operators = [Operator("norm", memory_bytes=1e6, calls=8.0)]
-    time = Work.of(operators, profile(asynchronous=True), "float32", 1).times(profile(True))
+    time = OperatorTotals.from_operators(
+        operators, profile(asynchronous=True), "float32", 1
+    ).to_times(profile(True))
     assert time.total_ms == pytest.approx([0.08])  # 8 launches; the device needs 0.02 ms
     large = [Operator("norm", memory_bytes=1e9, calls=8.0)]
-    time = Work.of(large, profile(asynchronous=True), "float32", 1).times(profile(True))
+    time = OperatorTotals.from_operators(large, profile(asynchronous=True), "float32", 1).to_times(
+        profile(True)
+    )
     assert time.total_ms == pytest.approx([20.0])
 
 

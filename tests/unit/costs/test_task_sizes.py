@@ -9,7 +9,7 @@ from torchmm.costs.sizes import (
     encoder_sizes,
     generator_sizes,
     llm_sizes,
-    pack_sizes,
+    sequence_sizes,
     text_tokens,
 )
 
@@ -27,9 +27,9 @@ def test_images_and_frames_are_separate_segments() -> None:
     assert sizes.outputs_N.tolist() == [8, 6]
     assert sizes.images_N.tolist() == [2, 1]
     assert sizes.units_N.tolist() == [34, 27]  # each segment has a class token
-    assert sizes.pairs_N(None, apart=True).tolist() == [2 * 17**2, 3 * 9**2]
-    assert sizes.pairs_N(10, apart=True).tolist() == [2 * (10**2 + 7**2), 3 * 9**2]
-    assert sizes.pairs_N(10, apart=False).tolist() == [2 * 17 * 10, 3 * 9**2]
+    assert sizes.pairs_N(None, in_blocks=True).tolist() == [2 * 17**2, 3 * 9**2]
+    assert sizes.pairs_N(10, in_blocks=True).tolist() == [2 * (10**2 + 7**2), 3 * 9**2]
+    assert sizes.pairs_N(10, in_blocks=False).tolist() == [2 * 17 * 10, 3 * 9**2]
 
 
 def test_encoder_without_images_uses_dummy() -> None:
@@ -43,7 +43,7 @@ def test_padding_is_computed_as_a_segment() -> None:
     sizes = llm_sizes([meta, full], [50, 99], padding=True)
     assert sizes.units_N.tolist() == [100, 100]
     assert sizes.outputs_N.tolist() == [50, 99]
-    assert sizes.pairs_N(None, apart=False).tolist() == [2 * 900 + 1600, 10_000]
+    assert sizes.pairs_N(None, in_blocks=False).tolist() == [2 * 900 + 1600, 10_000]
     useful = llm_sizes([meta, full], [50, 99], padding=False)
     assert useful.units_N.tolist() == [60, 100]
 
@@ -79,14 +79,14 @@ def test_sequence_sizes_sum_generated_images() -> None:
         for i, images in enumerate([(small, large, small), (), (small,), (large, large)])
     ]
     dit = ModuleDescription("generator", "generator", (), 0, 0, 0)
-    at, sizes = pack_sizes(dit, packs)
+    at, sizes = sequence_sizes(dit, packs)
     assert at.tolist() == [0, 2, 3] and sizes is not None
     assert sizes.units_N.tolist() == [4 + 20 + 4, 4, 2 * 20]
     assert sizes.contexts_N.tolist() == [23, 10, 6]
     batched = generator_sizes([[small, large, small], [small]], padding=True)
     assert batched.units_N.tolist() == [3 * 20, 4]
     assert batched.contexts_N.tolist() == [3 * 10, 10]
-    assert sizes.given_N.tolist() == [23, 10, 6]
+    assert sizes.context_inputs_N.tolist() == [23, 10, 6]
 
 
 def test_image_tokens_are_not_targets() -> None:

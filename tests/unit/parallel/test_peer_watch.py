@@ -28,7 +28,7 @@ def test_rank_with_changing_heartbeat_is_not_missing(tmp_path):
     peers = watch(tmp_path, 0)
     for number in range(4):
         beat(tmp_path, 1, str(number))
-        assert peers.look(3, "step", 100.0, False) is None
+        assert peers.check(3, "step", 100.0, False) is None
         time.sleep(0.03)
     assert not (tmp_path / REPORT_FILE).exists()
 
@@ -52,31 +52,31 @@ def test_silent_rank_is_reported_to_all_ranks(tmp_path):
 def test_finished_rank_is_not_missing(tmp_path):
     beat(tmp_path, 1, FINISHED)
     peers = watch(tmp_path, 0)
-    assert peers.look(3, "export", 100.0, False) is None
+    assert peers.check(3, "export", 100.0, False) is None
     time.sleep(0.1)
-    assert peers.look(3, "export", 100.0, False) is None
+    assert peers.check(3, "export", 100.0, False) is None
 
 
 def test_new_phase_has_a_grace_period(tmp_path):
     beat(tmp_path, 1, "same")
     peers = watch(tmp_path, 0, grace_s=10.0)
-    peers.look(3, "step", 0.0, False)
+    peers.check(3, "step", 0.0, False)
     time.sleep(0.1)
-    assert peers.look(3, "step", 9.0, False) is None
-    assert peers.look(3, "step", 11.0, False) is not None
+    assert peers.check(3, "step", 9.0, False) is None
+    assert peers.check(3, "step", 11.0, False) is not None
 
 
 @pytest.mark.parametrize(("is_device_wait", "is_lost"), [(True, True), (False, False)])
 def test_device_wait_times_out(is_device_wait, is_lost, tmp_path):
     beat(tmp_path, 1, "same")
     peers = watch(tmp_path, 0, silent_s=60.0)
-    assert peers.look(3, "waiting for the device", 59.0, is_device_wait) is None
-    assert (peers.look(3, "waiting for the device", 61.0, is_device_wait) is not None) == is_lost
+    assert peers.check(3, "waiting for the device", 59.0, is_device_wait) is None
+    assert (peers.check(3, "waiting for the device", 61.0, is_device_wait) is not None) == is_lost
 
 
 def test_single_rank_misses_no_peer(tmp_path):
     peers = PeerWatchdog(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
-    assert peers.look(3, "step", 100.0, False) is None
+    assert peers.check(3, "step", 100.0, False) is None
 
 
 @pytest.mark.parametrize(

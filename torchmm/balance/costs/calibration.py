@@ -27,14 +27,14 @@ from torchmm.costs.operators import (
     COMPUTE_KINDS,
     KINDS,
     NETWORK_KINDS,
-    Curve,
-    Kind,
+    DeviceProfile,
+    EfficiencyCurve,
     Operator,
-    Profile,
-    Work,
-    main_quantity,
-    operator_ms,
-    stage_shares,
+    OperatorKind,
+    OperatorTotals,
+    efficiency_quantity,
+    link_byte_fractions,
+    operator_time_ms,
 )
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
@@ -93,22 +93,22 @@ class Measurements:
     """
 
     operators: Sequence[TimedOperator]
-    tiny: Mapping[Kind, float] = field(default_factory=dict)
+    tiny: Mapping[OperatorKind, float] = field(default_factory=dict)
     layers: Sequence[tuple[float, float]] = ()
     realistic: Sequence[RealisticLayers] = ()
     parallel: Mapping[str, TimedLayers] = field(default_factory=dict)
     compiled: TimedLayers | None = None
-    tiny_device: Mapping[Kind, float] = field(default_factory=dict)
+    tiny_device: Mapping[OperatorKind, float] = field(default_factory=dict)
 
 
 def fit_profile(
     measurements: Measurements,
-    base: Profile,
+    base: DeviceProfile,
     dtype: str,
     measured_on: str,
     *,
     use_measured_peaks: bool,
-) -> Profile:
+) -> DeviceProfile:
     """Fit a profile to the measurements of a device.
 
     Args:
@@ -125,10 +125,10 @@ def fit_profile(
     kinds = {m.operator.kind for m in measurements.operators}
     if missing := {"matmul", "copy"} - kinds:
         raise ValueError(f"no measurements of {', '.join(sorted(missing))}")
-    tiny_us: dict[Kind, float] = {
+    tiny_us: dict[OperatorKind, float] = {
         kind: seconds * 1e6 for kind, seconds in measurements.tiny.items()
     }
-    host_us: dict[Kind, float] = {}
+    host_us: dict[OperatorKind, float] = {}
     if base.device.asynchronous:  # the time of a call without work is the queueing time
         host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
         device_us = {kind: seconds * 1e6 for kind, seconds in measurements.tiny_device.items()}
@@ -151,7 +151,7 @@ def fit_profile(
             launch_us = per_call_us
         else:
             # Calls inside layers include views, modules and autograd bookkeeping.
-            without_overhead = Profile(device, curves)
+            without_overhead = DeviceProfile(device, curves)
             if measurements.realistic:
                 forward_us = median(
                     _overhead_us(w.forward_operators, w.forward_s, without_overhead, dtype)
@@ -165,23 +165,25 @@ def fit_profile(
                 call_us["forward_call"] = max(0.0, forward_us - per_call_us)
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
     if measurements.parallel:
-        unsharded = Profile(device, curves, call_us, launch_us, network=network)
+        unsharded = DeviceProfile(device, curves, call_us, launch_us, network=network)
         call_us |= _parallel_host_us(measurements.parallel, unsharded, dtype)
-    profile = Profile(device, curves, call_us, launch_us, {}, measured_on, host_us, network)
+    profile = DeviceProfile(device, curves, call_us, launch_us, {}, measured_on, host_us, network)
     if measurements.compiled is not None:
         call_us["compiled_call"] = _compiled_call_us(measurements.compiled, profile, dtype)
     return profile
 
 
-def _compiled_call_us(layers: TimedLayers, profile: Profile, dtype: str) -> float:
+def _compiled_call_us(layers: TimedLayers, profile: DeviceProfile, dtype: str) -> float:
     """Return the host time to enter a compiled layer: measured time minus time of its kernels."""
     call_us = {**profile.call_us, "compiled_call": 0.0}
-    work = Work.of(layers.operators, replace(profile, call_us=call_us), dtype, 1, compiled=True)
+    work = OperatorTotals.from_operators(
+        layers.operators, replace(profile, call_us=call_us), dtype, 1, compiled=True
+    )
     calls = sum(float(np.sum(o.calls)) for o in layers.operators if o.kind == "compiled_call")
     return max(0.0, 1e6 * layers.seconds - 1e3 * float(work.host_ms[0])) / calls
 
 
-PARALLEL_KINDS: dict[str, Kind] = {
+PARALLEL_KINDS: dict[str, OperatorKind] = {
     "tensor": "tensor_linear",
     "sequence": "sequence_exchange",
     "shard": "shard_unit",
@@ -190,14 +192,16 @@ PARALLEL_KINDS: dict[str, Kind] = {
 
 
 def _parallel_host_us(
-    parallel: Mapping[str, TimedLayers], profile: Profile, dtype: str
-) -> dict[Kind, float]:
+    parallel: Mapping[str, TimedLayers], profile: DeviceProfile, dtype: str
+) -> dict[OperatorKind, float]:
     """Return the host time in us per call of layers on several ranks, by operator class."""
     calls_us = {**profile.call_us, **dict.fromkeys(PARALLEL_KINDS.values(), 0.0)}
 
     def predicted_ms(layers: TimedLayers) -> tuple[float, float]:
         """Return the time of operators and of collectives in ms."""
-        work = Work.of(layers.operators, replace(profile, call_us=calls_us), dtype, 1)
+        work = OperatorTotals.from_operators(
+            layers.operators, replace(profile, call_us=calls_us), dtype, 1
+        )
         if profile.device.asynchronous:  # the time of small layers is queueing time
             return float(work.host_ms[0]), 0.0
         return float(work.compute_ms[0]), float(work.network_ms[0])
@@ -213,24 +217,24 @@ def _parallel_host_us(
 
 
 def _overhead_us(
-    operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str
+    operators: Sequence[Operator], seconds: float, profile: DeviceProfile, dtype: str
 ) -> float:
     """Return the measured time per call beyond the predicted time of operators, in us."""
-    work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
+    work_s = sum(float(np.sum(operator_time_ms(o, profile, dtype))) for o in operators) / 1e3
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
 
 
 class _Rate(NamedTuple):
     """Measured rate of calls of one size, without call overhead."""
 
-    kind: Kind
+    kind: OperatorKind
     size: float
     per_s: float
     is_internode: bool
     """Whether the size is bytes per device between nodes."""
 
     @classmethod
-    def of(cls, measured: TimedOperator, overhead_us: Mapping[Kind, float]) -> _Rate:
+    def of(cls, measured: TimedOperator, overhead_us: Mapping[OperatorKind, float]) -> _Rate:
         """Return the rate of a measured operator.
 
         Args:
@@ -239,8 +243,8 @@ class _Rate(NamedTuple):
         """
         operator, seconds = measured
         calls = float(operator.calls)
-        internode_fraction = stage_shares(operator.kind, operator.link)[1]
-        amount = float(main_quantity(operator)) * (internode_fraction or 1.0)
+        internode_fraction = link_byte_fractions(operator.kind, operator.link)[1]
+        amount = float(efficiency_quantity(operator)) * (internode_fraction or 1.0)
         overhead = overhead_us.get(operator.kind, 0.0) * 1e-6 * calls
         # At most half of the time is overhead, because the difference is noise otherwise.
         work_s = max(seconds - overhead, seconds / 2)
@@ -263,14 +267,14 @@ def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
     )
 
 
-def _peak(device: Device, kind: Kind, dtype: str) -> float:
+def _peak(device: Device, kind: OperatorKind, dtype: str) -> float:
     """Return the peak rate of a class of operators, without the network between nodes."""
     if kind in COMPUTE_KINDS:
         return device.peak_flops[dtype]
     return device.node_bytes_per_s if kind in NETWORK_KINDS else device.memory_bytes_per_s
 
 
-def _curve(rates: Sequence[_Rate], peak: float) -> Curve:
+def _curve(rates: Sequence[_Rate], peak: float) -> EfficiencyCurve:
     """Return the efficiency by size: the median rate of each bin of sizes."""
     bins: dict[int, list[_Rate]] = {}
     for rate in rates:
@@ -281,7 +285,7 @@ def _curve(rates: Sequence[_Rate], peak: float) -> Curve:
         size = exp(sum(log(r.size) for r in in_bin) / len(in_bin))
         points.append((size, median(r.per_s / peak for r in in_bin)))
     sizes, values = zip(*points, strict=True)
-    return Curve(sizes, values)
+    return EfficiencyCurve(sizes, values)
 
 
 class RecordedStep(NamedTuple):
@@ -336,7 +340,7 @@ def compare_action_times(
     return observed
 
 
-def correct_profile(profile: Profile, observed: Iterable[ActionTiming]) -> Profile:
+def correct_profile(profile: DeviceProfile, observed: Iterable[ActionTiming]) -> DeviceProfile:
     """Return a profile with factors that make the sums of predicted and measured times equal.
 
     Actions without a predicted time, and interrupted actions (`OUTLIER_RATIO`), are ignored.

@@ -46,33 +46,33 @@ import numpy as np
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.blocks import (
-    Block,
-    Flag,
-    Layers,
-    gradients,
+    GradientFlags,
+    LayerBlock,
+    ModuleBlock,
+    required_gradients,
     stage_blocks,
 )
-from torchmm.costs.components import around_generator_bytes
-from torchmm.costs.devices import NETWORK, NODE, Link
-from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.components import generator_outside_bytes
+from torchmm.costs.devices import BETWEEN_NODES, WITHIN_NODE, LinkRanks
+from torchmm.costs.execution import CostSetting, Execution
 from torchmm.costs.flops import PassFlops, pass_flops
 from torchmm.costs.layers import (
-    Parameters,
-    matrix_rounds,
+    StageParameters,
     module_tensors,
+    muon_rounds,
     received_bytes,
     shared_bytes,
     stage_parameters,
 )
 from torchmm.costs.operators import (
     HOST_KINDS,
-    Kind,
+    DeviceProfile,
     Operator,
-    Profile,
-    Times,
-    Work,
+    OperatorKind,
+    OperatorTimes,
+    OperatorTotals,
     all_reduce_bytes,
-    operator_ms,
+    operator_time_ms,
 )
 from torchmm.costs.sizes import Array, TaskSizes
 
@@ -106,24 +106,24 @@ H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 class BlockWork(NamedTuple):
     """Work of one block, by pass."""
 
-    forward: Work
-    inputs: Work
-    weights: Work
-    again: Work
+    forward: OperatorTotals
+    inputs: OperatorTotals
+    weights: OperatorTotals
+    again: OperatorTotals
 
 
-BlockCache = dict[Block, BlockWork]
+BlockCache = dict[ModuleBlock, BlockWork]
 """Cache of the work of the blocks of one module, for tasks of the same sizes."""
 
 
 class StageCosts(NamedTuple):
     """Costs of the tasks of one stage; arrays over tasks."""
 
-    forward: Times
-    backward: Times
-    inputs: Times
+    forward: OperatorTimes
+    backward: OperatorTimes
+    inputs: OperatorTimes
     """Times of I. Recomputed layers cannot split the backward pass, so these are the times of B."""
-    weights: Times
+    weights: OperatorTimes
     saved_bytes: Array
     saved_for_weights_bytes: Array
     workspace_bytes: Array
@@ -155,7 +155,9 @@ class StageCosts(NamedTuple):
             self.flops,
         )
 
-    def sharded(self, gather: Work, reduce_N: Work, units: int, overlaps: bool) -> StageCosts:
+    def sharded(
+        self, gather: OperatorTotals, reduce_N: OperatorTotals, units: int, overlaps: bool
+    ) -> StageCosts:
         """Return the costs with FSDP2 communication of parameters in every pass.
 
         Casts and copies of parameters and gradients add device time, and hooks add host time.
@@ -174,7 +176,7 @@ class StageCosts(NamedTuple):
             overlaps: Whether communication overlaps with computation.
         """
 
-        def with_work(times: Times, work: Work) -> Times:
+        def with_work(times: OperatorTimes, work: OperatorTotals) -> OperatorTimes:
             exposed_ms = work.network_ms / units if overlaps else work.network_ms
             device_ms = times.device_ms + work.compute_ms
             # Overlapped collectives occupy multiprocessors, which slows computation down.
@@ -186,16 +188,16 @@ class StageCosts(NamedTuple):
                 device_ms=runs * device_ms, host_ms=runs * (times.host_ms + work.host_ms)
             )
 
-        backward = with_work(self.backward, gather.plus(reduce_N))
+        backward = with_work(self.backward, gather.add(reduce_N))
         return self._replace(forward=with_work(self.forward, gather), backward=backward)
 
 
 def _shared_activation_bytes(
-    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
+    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: CostSetting
 ) -> Array:
     """Return the bytes that the layers of a stage save in common, by task."""
     if module.kind == "generator":
-        return around_generator_bytes(module, start, stop, sizes, setting)
+        return generator_outside_bytes(module, start, stop, sizes, setting)
     return shared_bytes(module, sizes, setting.element_bytes)
 
 
@@ -219,12 +221,12 @@ def _peak_workspace_bytes(block_bytes: Sequence[tuple[Array, Array]]) -> Array:
     return np.asarray(peak_N)
 
 
-def _slowest_times(times: Times, ranks: int) -> Times:
+def _slowest_times(times: OperatorTimes, ranks: int) -> OperatorTimes:
     """Return the times of the slowest of `ranks` ranks, by task."""
     device_RN, tensor_RN, host_RN = (values.reshape(ranks, -1) for values in times)
     slowest_N = device_RN.argmax(0)
     tasks = np.arange(device_RN.shape[1])
-    return Times(device_RN[slowest_N, tasks], tensor_RN[slowest_N, tasks], host_RN.max(0))
+    return OperatorTimes(device_RN[slowest_N, tasks], tensor_RN[slowest_N, tasks], host_RN.max(0))
 
 
 class UpdateBytes(NamedTuple):
@@ -239,11 +241,11 @@ class UpdateBytes(NamedTuple):
 class _CommunicatedParameters(NamedTuple):
     """Parameters of a stage on one rank that FSDP2 communicates."""
 
-    unsharded: Parameters
+    unsharded: StageParameters
     """Unsharded parameters."""
-    shard: Parameters
+    shard: StageParameters
     """Shard of the rank."""
-    sent: Parameters
+    sent: StageParameters
     """Parameters that an all-gather receives from other ranks, and whose gradients are sent."""
     units: int
     """Number of FSDP units."""
@@ -268,15 +270,17 @@ def _communicated_parameters(
     unsharded = unsharded_experts
     if expert > 1:
         unsharded = stage_parameters(module, start, stop, execution.tensor, expert, states)
-    shard = unsharded_experts.divided(shards)
-    sent = Parameters(unsharded.all - shard.all, unsharded.trained - shard.trained)
+    shard = unsharded_experts.divide_by(shards)
+    sent = StageParameters(unsharded.total - shard.total, unsharded.trained - shard.trained)
     layers = module.layers[start:stop]
     experts, with_experts = 0.0, 0
     if expert > 1:
         # The difference is (1 - 1 / expert) of the experts. A rank has 1 / expert of the experts
         # after the all-gather, of which its shard is 1 / shards.
         experts = (
-            (unsharded_experts.all - unsharded.all) / (1 - 1 / expert) * (1 / expert - 1 / shards)
+            (unsharded_experts.total - unsharded.total)
+            / (1 - 1 / expert)
+            * (1 / expert - 1 / shards)
         )
         with_experts = sum(bool(layer.experts) for layer in layers)
     return _CommunicatedParameters(
@@ -285,7 +289,7 @@ def _communicated_parameters(
 
 
 def _shard_collectives(
-    kind: Kind, sent: float, moved: _CommunicatedParameters, links: ShardLinks
+    kind: OperatorKind, sent: float, moved: _CommunicatedParameters, links: ShardLinks
 ) -> list[Operator]:
     """Return the collectives over the ranks that share parameters.
 
@@ -295,7 +299,7 @@ def _shard_collectives(
         moved: Parameters that are communicated.
         links: Placement of the ranks.
     """
-    of_experts = sent * moved.expert_sent / moved.sent.all if moved.sent.all else 0.0
+    of_experts = sent * moved.expert_sent / moved.sent.total if moved.sent.total else 0.0
     units = moved.units - moved.expert_units
     operators = [Operator(kind, network_bytes=sent - of_experts, calls=units, link=links.shard)]
     if of_experts:
@@ -307,8 +311,8 @@ def _shard_collectives(
 class ShardLinks(NamedTuple):
     """Placement of the ranks that share the parameters of a module."""
 
-    shard: Link
-    expert: Link = NODE
+    shard: LinkRanks
+    expert: LinkRanks = WITHIN_NODE
     """Placement of the ranks that have the same experts."""
 
 
@@ -334,9 +338,9 @@ def all_gather_operators(
     """
     moved = _communicated_parameters(module, start, stop, execution)
     calls = moved.units
-    sent = element_bytes * moved.sent.all
+    sent = element_bytes * moved.sent.total
     # The shard is cast, then copied into and out of the buffer of the collective.
-    copied = 4 * moved.shard.all + 3 * element_bytes * moved.unsharded.all
+    copied = 4 * moved.shard.total + 3 * element_bytes * moved.unsharded.total
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
         *_shard_collectives("all_gather", sent, moved, links),
@@ -357,7 +361,7 @@ class CostModel:
         ValueError: The dtype is unknown, or the device has no peak FLOP/s for it.
     """
 
-    profile: Profile
+    profile: DeviceProfile
     dtype: str = "bfloat16"
     executions: Mapping[str, Execution] = field(default_factory=dict)
 
@@ -392,7 +396,7 @@ class CostModel:
         start: int,
         stop: int,
         sizes: TaskSizes,
-        needs_input_grad: Flag,
+        needs_input_grad: GradientFlags,
         useful: TaskSizes | None = None,
         cache: BlockCache | None = None,
         ranks: int = 1,
@@ -420,23 +424,23 @@ class CostModel:
         flops = pass_flops(blocks, useful or sizes, needs_input_grad)
         if ranks > 1 and not isinstance(needs_input_grad, bool):
             needs_input_grad = np.tile(needs_input_grad, ranks)
-        forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
+        forward, inputs, weights, again = (OperatorTotals.zero(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
         block_bytes: list[tuple[Array, Array]] = []
-        first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
-        for block, needs_inputs, needs_weights in gradients(blocks, needs_input_grad):
+        first_layers = next((block for block in blocks if isinstance(block, LayerBlock)), None)
+        for block, needs_inputs, needs_weights in required_gradients(blocks, needs_input_grad):
             work = self._block_work(block, sizes, setting, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
-            forward = forward.plus(work.forward, block.count)
+            forward = forward.add(work.forward, block.count)
             if block.backward_in_forward:
-                forward = forward.plus(work.inputs, block.count * back_N)
-                forward = forward.plus(work.weights, float(block.count * needs_weights))
+                forward = forward.add(work.inputs, block.count * back_N)
+                forward = forward.add(work.weights, float(block.count * needs_weights))
             else:
-                inputs = inputs.plus(work.inputs, block.count * back_N)
-                weights = weights.plus(work.weights, float(block.count * needs_weights))
-            again = again.plus(work.again, block.count * has_backward)
+                inputs = inputs.add(work.inputs, block.count * back_N)
+                weights = weights.add(work.weights, float(block.count * needs_weights))
+            again = again.add(work.again, block.count * has_backward)
             saved_N = block.count * block.saved_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += saved_N
             if block is first_layers:
@@ -448,12 +452,14 @@ class CostModel:
                 waiting_N += saved_N + block.count * block.gradients_bytes(sizes, setting)
             temporary_N = block.temporary_bytes(sizes, setting, has_backward)
             block_bytes.append((temporary_N, saved_N * (not (split and needs_weights))))
-        backward = inputs.plus(weights).plus(again)
+        backward = inputs.add(weights).add(again)
         return StageCosts(
             forward=self._times(module, "F", forward),
             backward=self._times(module, "B", backward),
-            inputs=self._times(module, "I", inputs.plus(again) if split else backward),
-            weights=self._times(module, "W", weights if split else Work.none(sizes.tasks)),
+            inputs=self._times(module, "I", inputs.add(again) if split else backward),
+            weights=self._times(
+                module, "W", weights if split else OperatorTotals.zero(sizes.tasks)
+            ),
             saved_bytes=kept_N,
             saved_for_weights_bytes=waiting_N * split,
             workspace_bytes=_peak_workspace_bytes(block_bytes),
@@ -461,29 +467,31 @@ class CostModel:
         ).slowest(ranks)
 
     def _block_work(
-        self, block: Block, sizes: TaskSizes, setting: Setting, cache: BlockCache
+        self, block: ModuleBlock, sizes: TaskSizes, setting: CostSetting, cache: BlockCache
     ) -> BlockWork:
         key = replace(block, count=1)
         if key not in cache:
             passes = block.operators(sizes, setting)
-            compiled = setting.execution.compiled and isinstance(block, Layers)
-            for of_pass in (passes.forward, passes.again) if not compiled else ():
+            compiled = setting.execution.compiled and isinstance(block, LayerBlock)
+            for of_pass in (passes.forward, passes.recomputed) if not compiled else ():
                 made = sum(o.calls for o in of_pass if o.kind not in HOST_KINDS)
                 of_pass.append(Operator("forward_call", calls=made))
-            if isinstance(block, Layers) and not compiled:
+            if isinstance(block, LayerBlock) and not compiled:
                 # Added after `forward_call`, so that these calls have no Python overhead.
                 calls = CHECKPOINT_CALLS[setting.execution.recompute]
-                for of_pass, count in zip((passes.forward, passes.again), calls, strict=True):
+                for of_pass, count in zip((passes.forward, passes.recomputed), calls, strict=True):
                     of_pass.append(Operator("elementwise", calls=count))
             cache[key] = BlockWork(
                 *(
-                    Work.of(of_pass, self.profile, self.dtype, sizes.tasks, compiled=compiled)
+                    OperatorTotals.from_operators(
+                        of_pass, self.profile, self.dtype, sizes.tasks, compiled=compiled
+                    )
                     for of_pass in passes
                 )
             )
         return cache[key]
 
-    def setting(self, module: ModuleDescription, tasks: int) -> Setting:
+    def setting(self, module: ModuleDescription, tasks: int) -> CostSetting:
         """Return the inputs of operator counts other than sizes.
 
         Args:
@@ -491,24 +499,28 @@ class CostModel:
             tasks: Number of tasks of a step on one rank.
         """
         execution = self.effective_execution(module)
-        return Setting(
+        return CostSetting(
             execution,
             self.element_bytes,
             self.group_link(execution.tensor),
             self.group_link(execution.expert, execution.tensor),
             self.group_link(execution.context, execution.tensor),
-            segment_calls=not self.profile.device.asynchronous,
-            accumulated=0.0 if execution.reduces_every_microbatch else 1 - 1 / max(1, tasks),
+            calls_per_segment=not self.profile.device.asynchronous,
+            accumulated_fraction=0.0
+            if execution.reduces_every_microbatch
+            else 1 - 1 / max(1, tasks),
         )
 
-    def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
+    def _times(
+        self, module: ModuleDescription, action_type: str, work: OperatorTotals
+    ) -> OperatorTimes:
         execution = self.effective_execution(module)
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
-        times = work.times(self.profile, hidden)
-        return Times(*(factor * own_ms for own_ms in times))
+        times = work.to_times(self.profile, hidden)
+        return OperatorTimes(*(factor * own_ms for own_ms in times))
 
-    def group_link(self, ranks: int, stride: int = 1) -> Link:
+    def group_link(self, ranks: int, stride: int = 1) -> LinkRanks:
         """Return the placement of a group of ranks on nodes.
 
         Args:
@@ -516,7 +528,7 @@ class CostModel:
             stride: Distance between adjacent ranks of the group, in global ranks.
         """
         local = max(1, min(ranks, self.profile.device.devices_per_node // stride))
-        return Link(-(-ranks // local), local)
+        return LinkRanks(-(-ranks // local), local)
 
     def _shard_links(self, execution: Execution) -> ShardLinks:
         """Return the placement of the ranks that share parameters."""
@@ -524,7 +536,7 @@ class CostModel:
         expert_link = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
         return ShardLinks(self.group_link(execution.shard, execution.tensor), expert_link)
 
-    def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
+    def gather_work(self, module: ModuleDescription, start: int, stop: int) -> OperatorTotals:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
         execution = self.effective_execution(module)
         links = self._shard_links(execution)
@@ -542,7 +554,7 @@ class CostModel:
 
     def reduce_work(
         self, module: ModuleDescription, start: int, stop: int, *, replicas: bool = True
-    ) -> Work:
+    ) -> OperatorTotals:
         """Return the work to sum float32 gradients over data-parallel ranks (REDUCE_GRAD).
 
         Args:
@@ -559,7 +571,7 @@ class CostModel:
         copies = execution.replicate
         outer = self.group_link(copies, execution.tensor * shards)
         if not unsharded_bytes:
-            return Work.none(1)
+            return OperatorTotals.zero(1)
         scattered = moved.sent.gradient_bytes
         shard_bytes = moved.shard.gradient_bytes
         summed = all_reduce_bytes(shard_bytes, copies) if replicas else 0.0
@@ -592,12 +604,12 @@ class CostModel:
         before_ms = self._operators_ms(
             Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * shard.trained)
         )
-        updated = (states.fused if fused else states.updated) + copied
+        updated = (states.fused_update_traffic if fused else states.update_traffic) + copied
         update = Operator("elementwise", memory_bytes=updated * shard.trained, calls=calls)
         update_ms = self._operators_ms(update, *self._muon_operators(module, shard, start, stop))
         # Offloaded states are copied in both directions at the same time, overlapped with updates.
         link = self.profile.device.host_bytes_per_s
-        copied_ms = 1e3 * states.visiting * shard.trained / link if link else 0.0
+        copied_ms = 1e3 * states.offloaded_moments * shard.trained / link if link else 0.0
         return before_ms + max(update_ms, copied_ms)
 
     def update_bytes(self, module: ModuleDescription, start: int, stop: int) -> UpdateBytes:
@@ -605,11 +617,11 @@ class CostModel:
         execution = self.effective_execution(module)
         states = execution.states
         shard = _communicated_parameters(module, start, stop, execution).shard
-        temporary = states.room_bytes(shard.trained)
-        if states.orthogonal:
-            ranks = execution.sharing
-            for matrices in matrix_rounds(module, start, stop, ranks, execution.expert):
-                needed = states.room_of_matrices_bytes(matrices, ranks, self.element_bytes)
+        temporary = states.update_buffer_bytes(shard.trained)
+        if states.uses_muon:
+            ranks = execution.parameter_ranks
+            for matrices in muon_rounds(module, start, stop, ranks, execution.expert):
+                needed = states.muon_buffer_bytes(matrices, ranks, self.element_bytes)
                 temporary = max(temporary, needed)
         # Accumulated gradients are float32. The optimizer receives them in the weight dtype.
         gradient_bytes = states.weight * shard.trained
@@ -617,14 +629,14 @@ class CostModel:
         return UpdateBytes(round(persistent), round(temporary))
 
     def _muon_operators(
-        self, module: ModuleDescription, shard: Parameters, start: int, stop: int
+        self, module: ModuleDescription, shard: StageParameters, start: int, stop: int
     ) -> list[Operator]:
         """Return the operators of Muon: all-gather, orthogonalization per rank, all-reduce."""
         execution = self.effective_execution(module)
-        ranks = execution.sharing
-        if not execution.states.orthogonal or not shard.in_layers:
+        ranks = execution.parameter_ranks
+        if not execution.states.uses_muon or not shard.in_layers:
             return []
-        rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
+        rounds = muon_rounds(module, start, stop, ranks, execution.expert)
         flops = sum(matrix.orthogonal_flops for matrices in rounds for matrix in matrices)
         sent = self.element_bytes * shard.in_layers * execution.shard * (1 - 1 / ranks)
         link = self.group_link(ranks)
@@ -634,11 +646,15 @@ class CostModel:
             Operator("all_reduce", network_bytes=2 * sent, link=link),
         ]
 
-    def pipeline_link(self, source: int, destination: int) -> Link:
+    def pipeline_link(self, source: int, destination: int) -> LinkRanks:
         """Return the link between two ranks of a plan."""
         stride = self._pipeline_stride
         size = self.profile.device.devices_per_node
-        return NODE if source * stride // size == destination * stride // size else NETWORK
+        return (
+            WITHIN_NODE
+            if source * stride // size == destination * stride // size
+            else BETWEEN_NODES
+        )
 
     @cached_property
     def _pipeline_stride(self) -> int:
@@ -647,7 +663,7 @@ class CostModel:
         return max(groups, default=1)
 
     def transfer_times_ms(
-        self, message_bytes: Sequence[float], links: Sequence[Link]
+        self, message_bytes: Sequence[float], links: Sequence[LinkRanks]
     ) -> list[float]:
         """Return the times of messages in ms.
 
@@ -660,7 +676,7 @@ class CostModel:
             indices = [i for i, other in enumerate(links) if other == link]
             sent_N = np.array([message_bytes[i] for i in indices])
             operator = Operator("p2p", network_bytes=sent_N, link=link)
-            times_N[indices] = operator_ms(operator, self.profile, self.dtype)
+            times_N[indices] = operator_time_ms(operator, self.profile, self.dtype)
         return times_N.tolist()
 
     def gather_slices_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
@@ -672,9 +688,9 @@ class CostModel:
         """
         sent_N = np.array(whole_bytes) * (ranks - 1) / ranks
         operator = Operator("all_gather", network_bytes=sent_N, link=self.group_link(ranks))
-        return operator_ms(operator, self.profile, self.dtype).tolist()
+        return operator_time_ms(operator, self.profile, self.dtype).tolist()
 
-    def tied_ms(self, module: ModuleDescription, link: Link) -> float:
+    def tied_ms(self, module: ModuleDescription, link: LinkRanks) -> float:
         """Return the time in ms of exchanging and adding the gradient of a tied embedding."""
         execution = self.effective_execution(module)
         weight_bytes = 4 * module.embedding_parameters / (execution.tensor * execution.shard)
@@ -687,18 +703,18 @@ class CostModel:
         """Return the time of operators in ms without overlap."""
         return self._unoverlapped_ms(self._work(*operators))
 
-    def _work(self, *operators: Operator) -> Work:
+    def _work(self, *operators: Operator) -> OperatorTotals:
         """Return the work of operators without those that transfer no bytes."""
         made = [
             o
             for o in operators
             if o.kind in HOST_KINDS or np.any(o.network_bytes) or np.any(o.memory_bytes)
         ]
-        return Work.of(made, self.profile, self.dtype, 1)
+        return OperatorTotals.from_operators(made, self.profile, self.dtype, 1)
 
-    def _unoverlapped_ms(self, work: Work) -> float:
+    def _unoverlapped_ms(self, work: OperatorTotals) -> float:
         """Return the time of work in ms without overlap: the longer of device and host time."""
-        return float(work.times(self.profile).total_ms[0])
+        return float(work.to_times(self.profile).total_ms[0])
 
     def gradient_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
@@ -746,9 +762,9 @@ class CostModel:
         gathered = 0.0
         if execution.uses_fsdp and (execution.shard > 1 or self.element_bytes < 4):
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
-            gathered = moved.unsharded.all * self.element_bytes * share
+            gathered = moved.unsharded.total * self.element_bytes * share
         elif self.element_bytes < execution.states.weight:  # copies in the compute dtype
-            gathered = moved.unsharded.all * self.element_bytes
+            gathered = moved.unsharded.total * self.element_bytes
         state = moved.shard.weight_bytes + moved.shard.optimizer_bytes
         gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)
         return round(state + gathered) + gradients

@@ -42,13 +42,13 @@ from typing import Any
 from torchmm.common.files import replace_atomically
 from torchmm.costs.devices import DEVICES, Device
 from torchmm.costs.operators import (
+    FALLBACK_KINDS,
     HOST_KINDS,
     KINDS,
     NETWORK_KINDS,
-    STAND_INS,
-    Curve,
-    Kind,
-    Profile,
+    DeviceProfile,
+    EfficiencyCurve,
+    OperatorKind,
 )
 
 FORMAT = "torchmm device profile 1"
@@ -68,9 +68,9 @@ _KEYS = (
 _ACTION_TYPES = ("F", "B", "I", "W")
 NVLINK_SHARP_DEVICES = ("h100", "h200", "h100_grand_teton")
 """Devices whose NVLink switches compute reductions (NVLink SHARP)."""
-NETWORK_CURVE = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 47 / 50))
+NETWORK_CURVE = EfficiencyCurve((1e4, 1e6, 1e8), (0.05, 0.4, 47 / 50))
 """Assumed fraction of the network bandwidth. Small sizes have the efficiencies of NVLink."""
-CPU_HOST_US: dict[Kind, float] = {
+CPU_HOST_US: dict[OperatorKind, float] = {
     "tensor_linear": 300.0,
     "sequence_exchange": 300.0,
     "shard_unit": 800.0,
@@ -81,7 +81,7 @@ Assumed GPU profiles have no such time, because the systems of the papers do not
 speed of a host requires calibration."""
 
 
-def load_profile(name: str | Path) -> Profile:
+def load_profile(name: str | Path) -> DeviceProfile:
     """Load the profile of a known device, or a profile file.
 
     Args:
@@ -107,7 +107,7 @@ def load_profile(name: str | Path) -> Profile:
     return parse_profile(content, str(path))
 
 
-def save_profile(path: Path, profile: Profile) -> None:
+def save_profile(path: Path, profile: DeviceProfile) -> None:
     """Write a profile as JSON. An existing file is replaced atomically."""
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -128,7 +128,7 @@ def save_profile(path: Path, profile: Profile) -> None:
     replace_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def assumed_profile(device: Device) -> Profile:
+def assumed_profile(device: Device) -> DeviceProfile:
     """Return the assumed profile of a device without measurements, see the module docstring."""
     hopper = device.name.startswith("h")
     ceiling = {"matmul": 0.68, "attention": 0.37, "attention_backward": 0.32}
@@ -138,11 +138,11 @@ def assumed_profile(device: Device) -> Profile:
         ceiling = {"matmul": 0.8, "attention": 0.4, "attention_backward": 0.35}
     # A matmul of 1 GFLOP has too few tiles for a GPU. A CPU core is busy with fewer FLOPs.
     small, large = (1e8, 3e10) if device.asynchronous else (1e5, 1e7)
-    curves: dict[Kind, Curve] = {}
+    curves: dict[OperatorKind, EfficiencyCurve] = {}
     for kind in KINDS:
         if kind in ceiling:
             value = ceiling[kind]
-            curves[kind] = Curve(
+            curves[kind] = EfficiencyCurve(
                 (small, large / 10, large, large * 10),
                 (
                     0.05 * value,
@@ -154,21 +154,23 @@ def assumed_profile(device: Device) -> Profile:
         elif kind in NETWORK_KINDS:
             in_switch = kind == "all_reduce" and device.name in NVLINK_SHARP_DEVICES
             reached = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
-            curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *reached))
+            curves[kind] = EfficiencyCurve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *reached))
         else:
             # Eager norms achieve 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
             limited = kind == "norm" and hopper
             top = min(0.9, 0.64 * 4800e9 / device.memory_bytes_per_s) if limited else 0.9
-            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, min(top, 0.75), top))
+            curves[kind] = EfficiencyCurve((1e5, 1e7, 1e8), (0.3, min(top, 0.75), top))
     overhead = 2.0 if device.asynchronous else 3.0
     network = 15.0 if device.asynchronous else 100.0
-    calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
+    calls: dict[OperatorKind, float] = {
+        k: network if k in NETWORK_KINDS else overhead for k in KINDS
+    }
     calls |= {} if device.asynchronous else CPU_HOST_US
     launch_us = 5.0 if device.asynchronous else 0.0
-    return Profile(device, curves, calls, launch_us, network=NETWORK_CURVE)
+    return DeviceProfile(device, curves, calls, launch_us, network=NETWORK_CURVE)
 
 
-def parse_profile(content: Mapping[str, Any], where: str) -> Profile:
+def parse_profile(content: Mapping[str, Any], where: str) -> DeviceProfile:
     """Parse the content of a profile file.
 
     Args:
@@ -189,15 +191,15 @@ def parse_profile(content: Mapping[str, Any], where: str) -> Profile:
         )
     base = load_profile(content["base"]) if "base" in content else None
     device = _read_device(content.get("device", {}), base.device if base else None, problems)
-    curves: dict[Kind, Curve] = dict(base.efficiency) if base else {}
+    curves: dict[OperatorKind, EfficiencyCurve] = dict(base.efficiency) if base else {}
     _read_curves(content.get("efficiency", {}), curves, problems)
-    for kind, other in STAND_INS.items():
+    for kind, other in FALLBACK_KINDS.items():
         if kind not in curves and other in curves:
             curves[kind] = curves[other]
     if lacking := [kind for kind in KINDS if kind not in curves]:
         problems.append(f"no efficiency of {', '.join(lacking)}; set them or a base")
-    calls: dict[Kind, float] = dict(base.call_us) if base else {}
-    host_us: dict[Kind, float] = dict(base.host_us) if base else {}
+    calls: dict[OperatorKind, float] = dict(base.call_us) if base else {}
+    host_us: dict[OperatorKind, float] = dict(base.host_us) if base else {}
     for section, known, values in (
         ("call_us", (*KINDS, *HOST_KINDS), calls),
         ("host_us", KINDS, host_us),
@@ -216,7 +218,7 @@ def parse_profile(content: Mapping[str, Any], where: str) -> Profile:
         problems.append(f"launch_us = {launch_us!r}: must be a number >= 0")
     if problems or device is None:
         raise ValueError("\n".join(f"{where}: {problem}" for problem in problems))
-    return Profile(
+    return DeviceProfile(
         device,
         curves,
         calls,
@@ -262,7 +264,7 @@ def _read_device(
 
 def _read_curves(
     section: Mapping[str, Any],
-    curves: dict[Any, Curve],
+    curves: dict[Any, EfficiencyCurve],
     problems: list[str],
     known: Sequence[str] = KINDS,
 ) -> None:
@@ -275,17 +277,17 @@ def _read_curves(
         points = [[1.0, value]] if _is_number(value) else value
         try:
             sizes, values = zip(*((float(a), float(b)) for a, b in points), strict=True)
-            curves[key] = Curve(sizes, values)
+            curves[key] = EfficiencyCurve(sizes, values)
         except (TypeError, ValueError) as error:
             name = key if key == "network" else f"efficiency.{key}"
             problems.append(f"{name} = {value!r}: {error}")
 
 
 def _read_network_curve(
-    content: Mapping[str, Any], base: Profile | None, problems: list[str]
-) -> Curve | None:
+    content: Mapping[str, Any], base: DeviceProfile | None, problems: list[str]
+) -> EfficiencyCurve | None:
     """Return the network efficiency of a file, or of its base."""
-    curves: dict[str, Curve] = {}
+    curves: dict[str, EfficiencyCurve] = {}
     if "network" in content:
         _read_curves({"network": content["network"]}, curves, problems, ("network",))
     return curves.get("network", base.network if base else None)

@@ -47,9 +47,9 @@ from torchmm.common.batch import MicrobatchMeta, cuda_graph_image_count
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM, VISION
 from torchmm.costs.components import TIME_WIDTH
-from torchmm.costs.devices import NETWORK, NODE, Link
+from torchmm.costs.devices import BETWEEN_NODES, WITHIN_NODE, LinkRanks
 from torchmm.costs.execution import Execution
-from torchmm.costs.operators import Work
+from torchmm.costs.operators import OperatorTotals
 from torchmm.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
@@ -104,10 +104,15 @@ def compute_plan_costs(
     for stage in layout.stages:
         of_module = tasks[stage.module]
         span = of_module.module, stage.start, stage.stop
-        needs_input_grad_N = of_module.gradient_arrives_N(graph, stage.index)
+        needs_input_grad_N = of_module.sends_gradient_N(graph, stage.index)
         cache = caches[stage.module]
         costs = model.stage_costs(
-            *span, of_module.of_ranks, needs_input_grad_N, of_module.useful, cache, of_module.ranks
+            *span,
+            of_module.all_rank_sizes,
+            needs_input_grad_N,
+            of_module.unpadded_sizes,
+            cache,
+            of_module.ranks,
         )
         collected.gather[stage.index] = model.gather_ms(of_module.module, stage.start, stage.stop)
         collected.reduce[stage.index] = model.reduce_ms(of_module.module, stage.start, stage.stop)
@@ -176,7 +181,7 @@ def lockstep_tasks(
         module_tasks(graph, module, metas, [text_tokens(meta) for meta in metas]).sizes
         for metas in peers
     )
-    return replace(local, others=peer_tasks)
+    return replace(local, lockstep_sizes=peer_tasks)
 
 
 def _check_modules(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
@@ -281,7 +286,7 @@ def _add_fsdp_costs(
     execution = model.execution(stage.module)
     if not execution.uses_fsdp:
         return costs
-    gather = Work.none(1)
+    gather = OperatorTotals.zero(1)
     if execution.shard > 1 or model.element_bytes < execution.states.weight:
         gather = model.gather_work(tasks.module, stage.start, stage.stop)
     last_N, earlier_N = np.zeros((2, len(tasks.keys)))
@@ -290,10 +295,10 @@ def _add_fsdp_costs(
     ]
     last_N[with_backward[-1:]] = 1.0
     earlier_N[with_backward[:-1]] = float(execution.reduces_every_microbatch)
-    reduce = Work.none(1)
+    reduce = OperatorTotals.zero(1)
     for replicas, times_N in ((True, last_N), (False, earlier_N)):
         work = model.reduce_work(tasks.module, stage.start, stage.stop, replicas=replicas)
-        reduce = reduce.plus(work, times_N)
+        reduce = reduce.add(work, times_N)
     overlaps = model.profile.device.asynchronous
     units = stage.stop - stage.start + 1
     return costs.sharded(gather, reduce, units, overlaps)
@@ -455,7 +460,7 @@ def _add_context_bytes(
     if of_module.module.connector_trainable:
         return
     width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
-    for key, tokens in zip(of_module.keys, of_module.sizes.given_N.tolist(), strict=True):
+    for key, tokens in zip(of_module.keys, of_module.sizes.context_inputs_N.tolist(), strict=True):
         message = Message(*edge, *key)
         if graph.computes_gradient(message):
             task = Task(edge[1], *key)
@@ -474,9 +479,11 @@ def _input_bytes(tasks: ModuleTasks) -> int:
         of_patch = (
             latents.pixels_per_patch + 4 * latents.noise_per_patch
         )  # pixels are bytes, noise is float32
-        return round(of_patch * tasks.sizes.drawn_N.sum())
+        return round(of_patch * tasks.sizes.target_patches_N.sum())
     values = module.embedding_linears[0][0] if module.embedding_linears else 0
-    sizes = tasks.useful if module.kind == "generator" else tasks.sizes  # padded when it computes
+    sizes = (
+        tasks.unpadded_sizes if module.kind == "generator" else tasks.sizes
+    )  # padded when it computes
     return round(module.input_value_bytes * values * sizes.inputs_N.sum())
 
 
@@ -491,7 +498,7 @@ def _transfer_times_ms(
     Returns:
         Times by (message, whether it is the gradient).
     """
-    sent_over: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    sent_over: dict[tuple[Message, bool], tuple[float, LinkRanks]] = {}
     slowest = {edge: _slowest_link(graph, edge, model) for edge in graph.layout.edges}
     for transfer in transfers(graph):
         message = transfer.message
@@ -619,7 +626,7 @@ def _edge_messages(
     return by_edge
 
 
-def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> Link | None:
+def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> LinkRanks | None:
     """Return the slowest link between the replicas of an edge.
 
     Returns:
@@ -632,7 +639,7 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     same = ends[0].module == ends[1].module  # replica i sends to replica i
     pairs = zip(*ranks, strict=True) if same else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
-    return (NETWORK if NETWORK in links else NODE) if links else None
+    return (BETWEEN_NODES if BETWEEN_NODES in links else WITHIN_NODE) if links else None
 
 
 def _extra_values(
@@ -653,9 +660,13 @@ def _extra_values(
     hidden = module.layers[0].hidden_size
     if module.kind == "generator":
         of_module = tasks[source.module]
-        values_N = (of_module.sizes.given_N + TIME_WIDTH * of_module.sizes.images_N) * hidden
+        values_N = (
+            of_module.sizes.context_inputs_N + TIME_WIDTH * of_module.sizes.images_N
+        ) * hidden
         if module.latents is not None:
-            values_N = values_N + module.latents.latents_per_patch * of_module.sizes.drawn_N
+            values_N = (
+                values_N + module.latents.latents_per_patch * of_module.sizes.target_patches_N
+            )
         return dict(zip(of_module.keys, values_N.tolist(), strict=True))
     if not module.deepstack_layers:
         return {}
@@ -688,7 +699,7 @@ def _message_bytes(
         width = module.head_linears[-1][1] if module.head_linears else hidden
         values_N = sizes.outputs_N * width * (1 + len(module.deepstack_layers))
     else:  # from the LLM to a generator
-        values_N = sizes.given_N * hidden
+        values_N = sizes.context_inputs_N * hidden
     return (model.element_bytes * values_N).tolist()
 
 

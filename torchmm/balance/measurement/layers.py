@@ -29,10 +29,10 @@ from torchmm.balance.costs.model import ShardLinks, all_gather_operators
 from torchmm.balance.measurement.network import world_link
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.blocks import Layers, stage_blocks
-from torchmm.costs.devices import Link
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.operators import HOST_KINDS, Operator, Operators
+from torchmm.costs.blocks import LayerBlock, stage_blocks
+from torchmm.costs.devices import LinkRanks
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.operators import HOST_KINDS, Operator, PassOperators
 from torchmm.costs.sizes import llm_sizes
 from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
@@ -207,7 +207,7 @@ def _build_microbatch(tokens: int, device: torch.device) -> Microbatch:
 
 
 def _build_parallel_case(
-    device: torch.device, split: LayerParallelism, mesh: DeviceMesh, link: Link, *, tiny: bool
+    device: torch.device, split: LayerParallelism, mesh: DeviceMesh, link: LinkRanks, *, tiny: bool
 ) -> tuple[list[Operator], Callable[[], None]]:
     """Return the operators of a model on one rank, and a function for forward and backward.
 
@@ -228,7 +228,7 @@ def _build_parallel_case(
     tensor = ranks if split in ("tensor", "sequence") else 1
     execution = Execution(tensor, split == "sequence", shard=shards)
     microbatch = _build_microbatch(tokens, device)
-    setting = Setting(execution, 4, link, segment_calls=device.type == "cpu")
+    setting = CostSetting(execution, 4, link, calls_per_segment=device.type == "cpu")
     module = model.llm.describe()
     forward, backward = _operators(module, microbatch.meta, setting)
     calls = sum(float(np.sum(o.calls)) for o in forward if o.kind not in HOST_KINDS)
@@ -255,7 +255,7 @@ def _build_parallel_case(
 
 
 def _operators(
-    module: ModuleDescription, meta: MicrobatchMeta, setting: Setting
+    module: ModuleDescription, meta: MicrobatchMeta, setting: CostSetting
 ) -> tuple[list[Operator], list[Operator]]:
     """Return the operators of the forward and of the backward pass of a model."""
     sizes = llm_sizes([meta], [meta.tokens], padding=True)
@@ -263,8 +263,8 @@ def _operators(
     backward: list[Operator] = []
     for block in stage_blocks(module, 0, len(module.layers)):
         passes = block.operators(sizes, setting)
-        if not isinstance(block, Layers):  # not compiled
-            passes = Operators(
+        if not isinstance(block, LayerBlock):  # not compiled
+            passes = PassOperators(
                 *([o._replace(in_layer=False) for o in of_pass] for of_pass in passes)
             )
         forward += passes.forward * block.count
@@ -287,6 +287,6 @@ def _build_case(
     materialize(model, device)
     init_weights(model, seed=0)
     microbatch = _build_microbatch(tokens, device)
-    setting = Setting(Execution(compiled=compiled), 4)
+    setting = CostSetting(Execution(compiled=compiled), 4)
     operators = _operators(model.llm.describe(), microbatch.meta, setting)
     return LayerCase(*operators, lambda: model(microbatch))

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
-from torchmm.costs.devices import NETWORK, NODE, Link
-from torchmm.costs.operators import Kind, Operator, all_reduce_bytes
+from torchmm.costs.devices import BETWEEN_NODES, WITHIN_NODE, LinkRanks
+from torchmm.costs.operators import Operator, OperatorKind, all_reduce_bytes
 
 RUNS = 7
 """Number of runs of each collective per round."""
@@ -64,12 +64,12 @@ def measure_network(
     return list(zip(cases, (times_C / dist.get_world_size()).tolist(), strict=True))
 
 
-def world_link() -> Link:
+def world_link() -> LinkRanks:
     """Return the placement of all ranks on hosts (collective)."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     nodes = len(set(hosts))
-    return Link(nodes, len(hosts) // nodes)
+    return LinkRanks(nodes, len(hosts) // nodes)
 
 
 def _seconds(case: NetworkCase, device: torch.device) -> float:
@@ -102,7 +102,7 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
     world = dist.group.WORLD
     assert world is not None
     link = world_link()
-    neighbors = NODE if link.local > 1 else NETWORK
+    neighbors = WITHIN_NODE if link.ranks_per_node > 1 else BETWEEN_NODES
     for elements in ELEMENTS[: 3 if quick else None]:
         whole = torch.ones(elements * ranks, device=device)
         share = torch.ones(elements, device=device)
@@ -125,7 +125,7 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
                 (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
                 (dist.recv if rank == 0 else dist.send)(whole, 1 - rank)
 
-        runs: list[tuple[Kind, float, float, Callable[[], object], Tensor]] = [
+        runs: list[tuple[OperatorKind, float, float, Callable[[], object], Tensor]] = [
             ("all_gather", sent, 1.0, gather, share),
             ("reduce_scatter", sent, 1.0, scatter, whole),
             ("all_reduce", all_reduce_bytes(nbytes, ranks), 1.0, reduce, whole),

@@ -35,8 +35,8 @@ from torchmm.balance.measurement.layers import (
 )
 from torchmm.balance.measurement.network import measure_network
 from torchmm.common.processes import set_malloc_retention
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.operators import Kind, Operator, norm_operators
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.operators import Operator, OperatorKind, norm_operators
 from torchmm.models.layers.attention import Segments, attention
 
 ROUNDS = 5
@@ -121,8 +121,8 @@ def measure(
         set_malloc_retention()  # as training does
     cases = list(_compute_cases(device, dtype, quick))
     times = _time_all(cases, device, seconds, rounds)
-    tiny: dict[Kind, float] = {}
-    tiny_device: dict[Kind, float] = {}
+    tiny: dict[OperatorKind, float] = {}
+    tiny_device: dict[OperatorKind, float] = {}
     operators = []
     for case, took in zip(cases, times, strict=True):
         if case.tiny:
@@ -432,11 +432,11 @@ def _attention_cases(
     def backward() -> object:
         return torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
 
-    setting = Setting(Execution(), dtype.itemsize, segment_calls=device.type == "cpu")
+    setting = CostSetting(Execution(), dtype.itemsize, calls_per_segment=device.type == "cpu")
     block = setting.causal_block
     pairs = sum(n * min(n, (n + block) / 2) if causal else n * n for n in lengths)
     width = heads * features
-    calls = float(segments if setting.segment_calls else 1)
+    calls = float(segments if setting.calls_per_segment else 1)
     moved = dtype.itemsize * starts[-1] * 2 * (heads + key_heads) * features
     yield OperatorCase(Operator("attention", 4 * width * pairs, moved, calls=calls), forward, tiny)
     yield OperatorCase(
@@ -451,7 +451,7 @@ def _elementwise_cases(pool: _Pool, elements: int, tiny: bool) -> Iterator[Opera
     norm = LlamaRMSNorm(width).to(pool.device, pool.dtype)
     next_inputs = pool.turns((elements // width, width), (elements // width, width))
     (normed,) = norm_operators(
-        "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
+        "rms", float(elements), 1, CostSetting(Execution(), pool.dtype.itemsize)
     )[0]
     gelu = torch.ops.aten.gelu.default
     gelu_backward = torch.ops.aten.gelu_backward.default

@@ -228,8 +228,7 @@ class _CandidateComparison:
     def _simulate(
         self, candidate: OptimusStep, kind: BubbleMode
     ) -> tuple[SimulatedStep, SimulatedStep]:
-        """Return the simulated step without recomputation, and with recomputation if it is
-        required."""
+        """Return the simulated step without recomputation, and with it if required."""
         costs = self._costs
         tuner = self._tuner
         specs = {} if tuner is None else tuner.specs

@@ -37,7 +37,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import gc_disabled
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -230,7 +230,7 @@ def _predicted_ms(
             return MemoryAwareSearch(
                 graph, costs, LayerTuner(graph, modules, metas, tuning)
             ).estimate_ms(budget, settings)
-        limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)
+        limit_bytes = round(USABLE_MEMORY_FRACTION * model.profile.device.memory_bytes)
         limited = StepSearch(graph, replace(costs, memory_limit_bytes=limit_bytes))
         return limited.search(budget, settings).predicted_ms
     except (ConfigError, ValueError):

@@ -175,9 +175,14 @@ def find_slowest_group(
     group_ms_G = np.zeros(shape[0])
     for stage in graph.layout.stages:
         tasks = module_tasks(graph, by_name[stage.module], metas, targets)
-        needs_input_grad_N = tasks.gradient_arrives_N(graph, stage.index)
+        needs_input_grad_N = tasks.sends_gradient_N(graph, stage.index)
         costs = model.stage_costs(
-            tasks.module, stage.start, stage.stop, tasks.sizes, needs_input_grad_N, tasks.useful
+            tasks.module,
+            stage.start,
+            stage.stop,
+            tasks.sizes,
+            needs_input_grad_N,
+            tasks.unpadded_sizes,
         )
         flops_GRM += np.asarray(sum(costs.flops)).reshape(shape)
         for times in (costs.forward, costs.backward):

@@ -105,7 +105,7 @@ def _state_bytes(model: MultimodalModel, run: ResolvedRecipe) -> Iterator[float]
         if run.units:
             sizes = run.units[module.name]
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        yield states.visiting * trained * sizes.replicate
+        yield states.offloaded_moments * trained * sizes.replicate
 
 
 def _offloaded_bytes(simulator: StepSimulator, run: ResolvedRecipe, step: SimulatedStep) -> float:

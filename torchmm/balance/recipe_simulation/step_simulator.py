@@ -52,9 +52,9 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import gc_disabled
-from torchmm.costs.flops import gradients_arrive, module_layers, step_flops
-from torchmm.costs.operators import Profile
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.flops import module_layers, modules_with_trained_sources, step_flops
+from torchmm.costs.operators import DeviceProfile
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import Durations, UnshardMode
@@ -246,7 +246,7 @@ class StepSimulator:
         self,
         recipe: Recipe,
         world_size: int,
-        profile: Profile,
+        profile: DeviceProfile,
         model: MultimodalModel | None = None,
         sample: StepSample | None = None,
     ) -> None:
@@ -483,7 +483,7 @@ class StepSimulator:
 
 
 def choose_reordering(
-    run: ResolvedRecipe, profile: Profile | None, sample: StepSample
+    run: ResolvedRecipe, profile: DeviceProfile | None, sample: StepSample
 ) -> ResolvedRecipe:
     """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
@@ -552,7 +552,7 @@ def _replace_data_values(run: ResolvedRecipe, values: Mapping[str, str]) -> Reso
 
 
 def _reason_to_skip(
-    run: ResolvedRecipe, key: str, profile: Profile | None, sample: StepSample
+    run: ResolvedRecipe, key: str, profile: DeviceProfile | None, sample: StepSample
 ) -> str:
     """Return the reason why an arrangement cannot be simulated, or cannot help. Otherwise "".
 
@@ -613,11 +613,15 @@ def _most_loaded_rank(
     share_N = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
     max_device_ms = np.zeros(len(shares))
     for module in modules:
-        indices_with_input, sizes = pack_sizes(module, metas)
+        indices_with_input, sizes = sequence_sizes(module, metas)
         if sizes is None:
             continue
         needs_input_grad_N = np.array(
-            [gradients_arrive(modules, metas[i])[module.name] for i in indices_with_input], bool
+            [
+                modules_with_trained_sources(modules, metas[i])[module.name]
+                for i in indices_with_input
+            ],
+            bool,
         )
         costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
         total_N = costs.forward.total_ms + costs.backward.total_ms

@@ -36,9 +36,9 @@ from torchmm.balance.search.plan_space import (
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
-from torchmm.costs.flops import gradients_arrive
-from torchmm.costs.operators import Profile, Work
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.flops import modules_with_trained_sources
+from torchmm.costs.operators import DeviceProfile, OperatorTotals
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
@@ -91,7 +91,7 @@ class PlanBounds:
         sample: Model and first step of the recipe.
     """
 
-    def __init__(self, recipe: Recipe, profile: Profile, sample: StepSample) -> None:
+    def __init__(self, recipe: Recipe, profile: DeviceProfile, sample: StepSample) -> None:
         self._recipe = recipe
         self._profile = profile
         self._sample = sample
@@ -299,7 +299,7 @@ class PlanBounds:
             if layerwise and execution.uses_fsdp and shares:
                 gather = model.gather_work(module, 0, layers)
                 hides = self._profile.device.asynchronous
-                none = Work.none(len(costs.saved_bytes))
+                none = OperatorTotals.zero(len(costs.saved_bytes))
                 costs = costs.sharded(gather, none, layers + 1, hides)
             indices_with_input = self._module_sizes(module)[0]
             total_N[indices_with_input] = costs.forward.total_ms + costs.backward.total_ms
@@ -343,10 +343,14 @@ class PlanBounds:
             metas = [
                 meta for size_metas in self._microbatches_by_size.values() for meta in size_metas
             ]
-            indices_with_input, sizes = pack_sizes(module, metas)
+            indices_with_input, sizes = sequence_sizes(module, metas)
             modules = self._sample.modules
             needs_input_grad_N = np.array(
-                [gradients_arrive(modules, metas[i])[module.name] for i in indices_with_input], bool
+                [
+                    modules_with_trained_sources(modules, metas[i])[module.name]
+                    for i in indices_with_input
+                ],
+                bool,
             )
             self._sizes[module.name] = indices_with_input, sizes, needs_input_grad_N
         return self._sizes[module.name]

@@ -38,11 +38,11 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM
-from torchmm.costs.devices import MEMORY_SHARE
-from torchmm.costs.flops import gradients_arrive
-from torchmm.costs.layers import learns
-from torchmm.costs.operators import Profile
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
+from torchmm.costs.flops import modules_with_trained_sources
+from torchmm.costs.layers import has_trained_parameters
+from torchmm.costs.operators import DeviceProfile
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states
 from torchmm.recipe.mesh_sizes import AXES
@@ -69,7 +69,7 @@ SAVED_MICROBATCHES: dict[str, SavedMicrobatches] = {"gpipe": "all"}
 def orchestration_problem(
     recipe: Recipe,
     devices: int,
-    profile: Profile,
+    profile: DeviceProfile,
     sample: StepSample | None = None,
     packs: Sequence[MicrobatchMeta] | None = None,
 ) -> OrchestrationProblem:
@@ -101,7 +101,7 @@ def orchestration_problem(
         return OrchestrationProblem(
             units,
             devices,
-            MEMORY_SHARE * profile.device.memory_bytes,
+            USABLE_MEMORY_FRACTION * profile.device.memory_bytes,
             training.global_batch_size,
             training.microbatch_size,
         )
@@ -122,7 +122,7 @@ def sample_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]
 
 
 def plan_variants(
-    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
+    recipe: Recipe, devices: int, profile: DeviceProfile, sample: StepSample
 ) -> list[PlanVariant]:
     """Return all variants of disaggregated plans with their costs.
 
@@ -182,7 +182,7 @@ def _with_stages(problem: OrchestrationProblem, stages: int) -> OrchestrationPro
 
 
 def _unit_bounds(
-    recipe: Recipe, problem: OrchestrationProblem, profile: Profile, sample: StepSample
+    recipe: Recipe, problem: OrchestrationProblem, profile: DeviceProfile, sample: StepSample
 ) -> tuple[UnitBounds, ...]:
     """Return the bounds of all units for the simulated step.
 
@@ -198,7 +198,7 @@ def _unit_bounds(
     by_name = {layers.name: layers for layers in sample.layers}
     bounds = []
     for module, unit in zip(sample.modules, problem.units, strict=True):
-        indices_with_input = pack_sizes(module, metas)[0]
+        indices_with_input = sequence_sizes(module, metas)[0]
         inputs = [metas[i] for i in indices_with_input]
         missing = len(inputs) < len(metas)
         min_layer_fraction = _min_layer_fraction(recipe, module, inputs, sample.modules, profile)
@@ -242,7 +242,7 @@ def _min_layer_fraction(
     module: ModuleDescription,
     metas: Sequence[MicrobatchMeta],
     modules: Sequence[ModuleDescription],
-    profile: Profile,
+    profile: DeviceProfile,
     *,
     of_activations: bool = False,
 ) -> float:
@@ -252,17 +252,17 @@ def _min_layer_fraction(
     activations.
     """
     inner = {layer: i for i, layer in enumerate(module.layers[:-1]) if i > 0}
-    sizes = pack_sizes(module, metas)[1]
+    sizes = sequence_sizes(module, metas)[1]
     if not inner or sizes is None:
         return 0.0
     model = build_unsharded_cost_model(recipe, module, profile)
     needs_input_grad_N = np.array(
-        [gradients_arrive(modules, meta)[module.name] for meta in metas], bool
+        [modules_with_trained_sources(modules, meta)[module.name] for meta in metas], bool
     )
     total_costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
     shares = []
     for index in inner.values():
-        stage_needs_input_grad_N = needs_input_grad_N | learns(module)
+        stage_needs_input_grad_N = needs_input_grad_N | has_trained_parameters(module)
         layer_costs = model.stage_costs(module, index, index + 1, sizes, stage_needs_input_grad_N)
         pairs = [(layer_costs.forward.total_ms, total_costs.forward.total_ms)]
         pairs += [(layer_costs.backward.total_ms, total_costs.backward.total_ms)]
@@ -300,7 +300,7 @@ class DisaggregatedPlans:
         self,
         recipe: Recipe,
         devices: int,
-        profile: Profile,
+        profile: DeviceProfile,
         sample: StepSample,
         *,
         exact: bool,

@@ -65,8 +65,8 @@ from torchmm.balance.search.recipe_plans import (
 from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan
 from torchmm.balance.section import SearchConfig
 from torchmm.common.errors import ConfigError
-from torchmm.costs.devices import MEMORY_SHARE
-from torchmm.costs.operators import Profile
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
+from torchmm.costs.operators import DeviceProfile
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
@@ -94,7 +94,7 @@ REPORT_GROWTH = 2.0
 def search_plans(  # noqa: PLR0913 - limits of the search
     recipe: Recipe,
     devices: int,
-    profile: Profile,
+    profile: DeviceProfile,
     *,
     methods: Sequence[str] = METHODS,
     budget_s: float = 20.0,
@@ -161,7 +161,7 @@ class _PlanSearch:
         self,
         recipe: Recipe,
         devices: int,
-        profile: Profile,
+        profile: DeviceProfile,
         sample: StepSample,
         *,
         exact: bool,
@@ -181,7 +181,7 @@ class _PlanSearch:
         self._bounds = PlanBounds(recipe, profile, sample)
         self._sized = sized
         """Recipe whose parallelism degrees are fixed. None if all are searched."""
-        self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
+        self._limit_bytes = USABLE_MEMORY_FRACTION * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, MethodSearch] = {}
         self._allowed: dict[tuple[object, ...], bool] = {}
@@ -694,7 +694,7 @@ class _PlanSearch:
             )
             least_gib = method.min_bytes / 2**30
             limit_gib = self._limit_bytes / 2**30
-            share = f"{limit_gib:.1f} GiB ({MEMORY_SHARE:.0%} of the memory)"
+            share = f"{limit_gib:.1f} GiB ({USABLE_MEMORY_FRACTION:.0%} of the memory)"
             return f"{text}: at least {least_gib:.1f} GiB per device, of {share}"
         if method.problems:
             return method.problems.most_common(1)[0][0]
@@ -710,7 +710,7 @@ def _error_line(error: ConfigError) -> str:
 
 
 def compare_schedules(
-    recipe: Recipe, devices: int, profile: Profile, sample: StepSample, budget_s: float
+    recipe: Recipe, devices: int, profile: DeviceProfile, sample: StepSample, budget_s: float
 ) -> dict[str, SimulatedPlan | str]:
     """Return the fastest plan with the parallelism degrees of the recipe for each schedule.
 

@@ -27,8 +27,8 @@ from torchmm.balance.pipeweaver.partitioner import MAX_SEGMENTS
 from torchmm.balance.recipe_simulation.step_simulator import StepSample
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR, LLM
-from torchmm.costs.devices import MEMORY_SHARE
-from torchmm.costs.operators import Profile
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
+from torchmm.costs.operators import DeviceProfile
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -200,9 +200,12 @@ def with_memory_limit(recipe: Recipe, device_bytes: float) -> Recipe:
         device_bytes: Memory of a device.
     """
     checkpointing = recipe.activation_checkpoint
-    if limit_bytes(checkpointing.memory_limit, device_bytes) <= MEMORY_SHARE * device_bytes:
+    if (
+        limit_bytes(checkpointing.memory_limit, device_bytes)
+        <= USABLE_MEMORY_FRACTION * device_bytes
+    ):
         return recipe
-    section = checkpointing.model_copy(update={"memory_limit": f"{MEMORY_SHARE:.0%}"})
+    section = checkpointing.model_copy(update={"memory_limit": f"{USABLE_MEMORY_FRACTION:.0%}"})
     return recipe.model_copy(update={"activation_checkpoint": section})
 
 
@@ -210,7 +213,7 @@ def root_plans(
     method: str,
     recipe: Recipe,
     devices: int,
-    profile: Profile,
+    profile: DeviceProfile,
     sample: StepSample,
     *,
     exact: bool = False,

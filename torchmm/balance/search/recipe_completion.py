@@ -26,7 +26,7 @@ from torchmm.balance.search.recipe_plans import needs_encoder_sizes
 from torchmm.balance.search.result import PlanSearchResult, find_best
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.first_step import read_first_step, with_single_sequence_microbatches
 from torchmm.planning.resolved_recipe import ResolvedRecipe
@@ -106,7 +106,7 @@ def complete_reordering(run: ResolvedRecipe, model: MultimodalModel) -> Resolved
     Raises:
         DataError: The samples of the first step cannot be read.
     """
-    profile: Profile | None = None
+    profile: DeviceProfile | None = None
     with suppress(ConfigError):  # such as a calibration file that is not on this node
         profile = load_simulated_profile(run.recipe)
     return choose_reordering(run, profile, StepSample(run.recipe, model))

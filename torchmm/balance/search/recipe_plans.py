@@ -28,7 +28,7 @@ from torchmm.balance.search.plan_space import (
 from torchmm.balance.search.result import SimulatedPlan
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.mesh_sizes import AXES
@@ -67,7 +67,7 @@ def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[st
 
 
 def recipe_candidate(
-    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
+    recipe: Recipe, devices: int, profile: DeviceProfile, sample: StepSample
 ) -> SimulatedPlan | None:
     """Return the plan of the unchanged recipe. None if it leaves degrees open or does not fit."""
     parallel = recipe.parallel

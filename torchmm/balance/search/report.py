@@ -6,7 +6,7 @@ from rich.table import Table
 
 from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan
 from torchmm.balance.simulation.simulator import SimulatedStep
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
 from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.read import dump_recipe
@@ -91,7 +91,7 @@ def describe_optimality(result: PlanSearchResult) -> str:
     simulated = sum(result.simulated.values())
     considered = sum(result.considered.values())
     counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s of CPU time"
-    memory = f"plans may use {MEMORY_SHARE:.0%} of the memory of a device"
+    memory = f"plans may use {USABLE_MEMORY_FRACTION:.0%} of the memory of a device"
     if result.complete:
         return (
             f"{counts}; the remaining plans have higher bounds or estimates or do not fit in "
@@ -141,7 +141,7 @@ def recipe_text(candidate: SimulatedPlan, source: str, device: str) -> str:
         f"Planned by torchmm plan from {source}: {candidate.method}, {candidate.sizes}, on",
         f"{candidate.devices} x {device}. Simulated step: {candidate.step_ms:,.1f} ms, MFU "
         f"{100 * candidate.report.mfu:.1f} %, {max(step.peak_bytes) / GIB:.1f} GiB "
-        f"(at most {MEMORY_SHARE:.0%} of a device).",
+        f"(at most {USABLE_MEMORY_FRACTION:.0%} of a device).",
         "",
         f"  torchrun ... -m torchmm train THIS_FILE      with {candidate.devices} ranks",
     ]

@@ -10,14 +10,14 @@ from torchmm.balance.recipe_simulation.step_simulator import SimulatedStepReport
 from torchmm.balance.search.plan_space import CandidatePlan
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.recipe.recipe import Recipe
 
 
 def fits(step: SimulatedStep) -> bool:
-    """Return True if every rank uses at most `MEMORY_SHARE` of its memory."""
+    """Return True if every rank uses at most `USABLE_MEMORY_FRACTION` of its memory."""
     limit = step.costs.memory_limit_bytes
-    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
+    return limit is None or max(step.peak_bytes) <= USABLE_MEMORY_FRACTION * limit
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from counting import CountLive, count_flops
 
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.costs.blocks import stage_blocks
-from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.execution import CostSetting, Execution
 from torchmm.costs.flops import microbatch_flops, module_layers, module_sizes, pass_flops
-from torchmm.costs.layers import layer_kept_bytes, layer_operators, stage_parameters
+from torchmm.costs.layers import layer_operators, layer_saved_bytes, stage_parameters
 from torchmm.costs.sizes import llm_sizes
 from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
@@ -99,7 +99,7 @@ def test_adapter_gradients_and_states(method: str) -> None:
     (layers,) = module_layers([module], [meta_of(LENGTHS)])
     assert layers.trainable == (True,) * len(module.layers)
     assert not layers.embedding_trainable and not layers.head_trainable
-    setting = Setting(Execution(), 4)
+    setting = CostSetting(Execution(), 4)
     sizes = llm_sizes([meta_of(LENGTHS)], [sum(LENGTHS)], padding=False)
     weights = layer_operators(module.layers[0], sizes, setting).weights
     each = 3 + (method == "dora")  # two matmuls and two gradient sums, one sum for magnitudes
@@ -131,7 +131,7 @@ def test_connector_adapter_costs_match_torch(family: str) -> None:
     assert weight_flops == 2 * rows * counted
     # The input of the first block needs no gradient, but its low-rank features do.
     assert backward == flops[1] + weight_flops + 2 * rows * RANK * first.linear[1]
-    setting = Setting(Execution(), 4)
+    setting = CostSetting(Execution(), 4)
     assert len(first.operators(sizes, setting).weights) == 3  # two matmuls and two gradient sums
     frozen = replace(first, trained=False, adapter=None)
     kept = [float(b.saved_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
@@ -169,5 +169,5 @@ def test_adapter_saved_bytes_match_live_memory(family: str, method: str, mode: s
     execution = Execution(recompute=mode)  # type: ignore[arg-type]
     sizes = llm_sizes([meta_of(LENGTHS)], [tokens], padding=False)
     layer = module.describe().layers[0]
-    predicted = layer_kept_bytes(layer, sizes, Setting(execution, 4), weights=True)
+    predicted = layer_saved_bytes(layer, sizes, CostSetting(execution, 4), weights=True)
     assert predicted == pytest.approx([alive], rel=0.03)

@@ -23,16 +23,23 @@ from torchmm.balance.costs.calibration import (
 )
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.costs.operators import KINDS, Curve, Operator, Profile, Work, operator_ms
+from torchmm.costs.operators import (
+    KINDS,
+    DeviceProfile,
+    EfficiencyCurve,
+    Operator,
+    OperatorTotals,
+    operator_time_ms,
+)
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.records import StepContent
 
 CPU = load_profile("cpu")
-TRUTH = Profile(
+TRUTH = DeviceProfile(
     replace(CPU.device, peak_flops={"float32": 2e11}, memory_bytes_per_s=4e10),
     {
-        **{kind: Curve((1e3, 1e5, 1e7, 1e9), (0.1, 0.4, 0.9, 1.0)) for kind in KINDS},
-        "elementwise": Curve((1e3, 1e9), (0.8, 0.8)),
+        **{kind: EfficiencyCurve((1e3, 1e5, 1e7, 1e9), (0.1, 0.4, 0.9, 1.0)) for kind in KINDS},
+        "elementwise": EfficiencyCurve((1e3, 1e9), (0.8, 0.8)),
     },
     dict.fromkeys(KINDS, 5.0),
 )
@@ -47,7 +54,7 @@ def timed(kind: str, size: float) -> TimedOperator:
         operator = Operator(kind, network_bytes=size)  # type: ignore[arg-type]
     else:
         operator = Operator(kind, memory_bytes=size)  # type: ignore[arg-type]
-    return TimedOperator(operator, float(operator_ms(operator, TRUTH, "float32")) * 1e-3)
+    return TimedOperator(operator, float(operator_time_ms(operator, TRUTH, "float32")) * 1e-3)
 
 
 def measurements() -> Measurements:
@@ -66,13 +73,13 @@ def test_fitted_profile_predicts_measured_times() -> None:
     profile = fit_profile(timings, CPU, "float32", "here", use_measured_peaks=True)
     assert profile.measured_on == "here"
     for operator, seconds in timings.operators:
-        predicted_ms = float(operator_ms(operator, profile, "float32"))
+        predicted_ms = float(operator_time_ms(operator, profile, "float32"))
         # For very short operators, half of the time counts as work although it is overhead.
         assert predicted_ms == pytest.approx(seconds * 1e3, rel=0.01 if seconds > 2e-5 else 0.5)
     assert profile.device.peak_flops["float32"] == pytest.approx(2e11, rel=0.01)
     between = Operator("matmul", flops=3e7, memory_bytes=3e4)
-    truth_ms = float(operator_ms(between, TRUTH, "float32"))
-    assert float(operator_ms(between, profile, "float32")) == pytest.approx(truth_ms, rel=0.05)
+    truth_ms = float(operator_time_ms(between, TRUTH, "float32"))
+    assert float(operator_time_ms(between, profile, "float32")) == pytest.approx(truth_ms, rel=0.05)
 
 
 def test_datasheet_peaks_scale_efficiencies() -> None:
@@ -128,11 +135,12 @@ def test_working_layers_determine_call_overhead() -> None:
     operators = [timed("matmul", 1e7).operator, timed("norm", 1e6).operator] * 2
     plain = fit_profile(measurements(), CPU, "float32", "", use_measured_peaks=True)
     work_s = (
-        sum(float(operator_ms(o, replace(plain, call_us={}), "float32")) for o in operators) / 1e3
+        sum(float(operator_time_ms(o, replace(plain, call_us={}), "float32")) for o in operators)
+        / 1e3
     )
     tiny = replace(measurements(), layers=[(100.0, 2e-3)])
 
-    def fit(forward_us: float, backward_us: float) -> Profile:
+    def fit(forward_us: float, backward_us: float) -> DeviceProfile:
         times_s = (work_s + 4 * rest_us * 1e-6 for rest_us in (forward_us, backward_us))
         working = [RealisticLayers(operators, operators, *times_s)]
         return fit_profile(
@@ -191,7 +199,7 @@ def test_python_overhead_of_parallelism_is_fitted(device: str) -> None:
     }  # fmt: skip
     split = {}
     for name, layer_operators in operators.items():
-        work = Work.of(layer_operators, truth, "float32", 1)
+        work = OperatorTotals.from_operators(layer_operators, truth, "float32", 1)
         both_ms = work.compute_ms + work.network_ms
         seconds = float((both_ms if device == "cpu" else work.host_ms)[0]) / 1e3
         split[name] = TimedLayers(layer_operators, seconds)

@@ -8,7 +8,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.costs.execution import Execution
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
@@ -24,7 +24,7 @@ def test_tensor_parallel_loss_costs_use_chunks() -> None:
         "default": replace(module, sharded_loss_chunk_targets=331),
         "always": replace(module, loss_chunk_targets=331),
     }
-    _, sizes = pack_sizes(module, [meta])
+    _, sizes = sequence_sizes(module, [meta])
     assert sizes is not None
     for tensor, same in ((1, "all"), (2, "always")):
         executions = {"llm": Execution(tensor=tensor)}

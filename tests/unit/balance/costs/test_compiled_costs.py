@@ -18,19 +18,19 @@ from torchmm.balance.costs.profiles import assumed_profile
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs import blocks
-from torchmm.costs.blocks import Head
-from torchmm.costs.devices import DEVICES, NODE
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.layers import layer_kept_bytes, layer_operators
+from torchmm.costs.blocks import HeadBlock
+from torchmm.costs.devices import DEVICES, WITHIN_NODE
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.layers import layer_operators, layer_saved_bytes
 from torchmm.costs.operators import (
     ASSUMED_LAUNCHES,
     HOST_KINDS,
     KINDS,
-    Curve,
+    DeviceProfile,
+    EfficiencyCurve,
     Operator,
-    Profile,
-    Work,
-    operator_ms,
+    OperatorTotals,
+    operator_time_ms,
 )
 from torchmm.costs.sizes import llm_sizes
 from torchmm.models.layers import loss
@@ -73,8 +73,8 @@ def test_compiled_layer_traffic_matches_inductor(family: str) -> None:
     torch.compiler.reset()
     real = RealLayer(family, torch.bfloat16)
     layer = real.description.layers[0]
-    fused = layer_operators(layer, real.sizes, Setting(Execution(compiled=True), 2))
-    eager = layer_operators(layer, real.sizes, Setting(Execution(), 2))
+    fused = layer_operators(layer, real.sizes, CostSetting(Execution(compiled=True), 2))
+    eager = layer_operators(layer, real.sizes, CostSetting(Execution(), 2))
     apply_activation_checkpoint(real.module, "none", Compilation("inductor"))
     with CountFused() as count:
         out = real.run()
@@ -95,7 +95,7 @@ def test_compiled_layer_memory_traffic() -> None:
     meta = MicrobatchMeta(tuple(SampleMeta("s", i, 2048) for i in range(4)), 8192)
     sizes = llm_sizes([meta], [8192], padding=True)
     compiled, eager = (
-        layer_operators(module.layers[0], sizes, Setting(Execution(compiled=mode), 2))
+        layer_operators(module.layers[0], sizes, CostSetting(Execution(compiled=mode), 2))
         for mode in (True, False)
     )
     # Expected GB: eager counted on the meta device, compiled from the tensors of fused kernels.
@@ -127,9 +127,9 @@ def test_compiled_layer_launch_time() -> None:
 def test_compiled_launches_use_measured_host_time() -> None:
     profile = replace(assumed_profile(DEVICES["h100"]), host_us={"copy": 9.0})
     operators = [Operator("copy", calls=2.0), Operator("copy", calls=3.0, in_layer=False)]
-    eager = Work.of(operators, profile, "bfloat16", 1)
+    eager = OperatorTotals.from_operators(operators, profile, "bfloat16", 1)
     assert eager.host_ms == pytest.approx(5 * profile.launch_us * 1e-3)
-    compiled = Work.of(operators, profile, "bfloat16", 1, compiled=True)
+    compiled = OperatorTotals.from_operators(operators, profile, "bfloat16", 1, compiled=True)
     assert compiled.host_ms == pytest.approx((2 * 9.0 + 3 * profile.launch_us) * 1e-3)
 
 
@@ -139,20 +139,20 @@ def test_fsdp_copies_add_device_and_host_time() -> None:
     model = CostModel(profile, "bfloat16", {"llm": Execution(shard=2)})
     gathered = model.gather_work(module, 1, 3)
     units = 3  # two layers, and the root
-    per_unit_us = profile.queueing_us("shard_unit") + 3 * profile.launch_us
+    per_unit_us = profile.launch_time_us("shard_unit") + 3 * profile.launch_us
     assert gathered.host_ms[0] == pytest.approx(units * per_unit_us * 1e-3)
     # Each shard is read in float32 and written in bfloat16. All parameters are copied twice.
     moved = 2 * QWEN3_1_7B.parameters * (4 / 2 + 6)
-    alone = operator_ms(Operator("copy", memory_bytes=moved, calls=6.0), profile, "bfloat16")
+    alone = operator_time_ms(Operator("copy", memory_bytes=moved, calls=6.0), profile, "bfloat16")
     assert gathered.compute_ms[0] == pytest.approx(float(alone))
 
 
 def test_loss_on_gpu_moves_twelve_bytes_per_logit() -> None:
     sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], padding=True)
 
-    def nbytes(vocabulary: int, on_gpu: bool, rows: int) -> float:
-        head = Head(True, linear=(64, vocabulary), norm="rms", rows=rows)
-        operators = head.operators(sizes, Setting(Execution(), 2, segment_calls=not on_gpu))
+    def nbytes(vocabulary: int, is_gpu: bool, rows: int) -> float:
+        head = HeadBlock(True, linear=(64, vocabulary), norm="rms", chunk_targets=rows)
+        operators = head.operators(sizes, CostSetting(Execution(), 2, calls_per_segment=not is_gpu))
         in_layer = [o for group in operators for o in group if o.in_layer]
         return float(sum(np.sum(o.memory_bytes) for o in in_layer))
 
@@ -168,15 +168,15 @@ def test_loss_on_gpu_moves_twelve_bytes_per_logit() -> None:
 def test_update_on_gpu_reads_and_writes_states_once() -> None:
     module = llm(4)
     device = replace(DEVICES["h100"], name="toy", memory_bytes_per_s=1e12)
-    flat = dict.fromkeys(KINDS, Curve((1.0,), (1.0,)))
-    model = CostModel(Profile(device, flat, {}, launch_us=0.0), "bfloat16", {})
+    flat = dict.fromkeys(KINDS, EfficiencyCurve((1.0,), (1.0,)))
+    model = CostModel(DeviceProfile(device, flat, {}, launch_us=0.0), "bfloat16", {})
     count = 2 * QWEN3_1_7B.parameters
     # The norm, AdamW with clipping, and bfloat16 copies for computation on one rank.
     assert model.update_ms(module, 1, 3) == pytest.approx((4 + 32 + 6) * count / 1e12 * 1e3)
     sharded = replace(model, executions={"llm": Execution(shard=2)})
     assert sharded.update_ms(module, 1, 3) == pytest.approx((4 + 32) * count / 2 / 1e12 * 1e3)
     # The host launches the norm, and updates of 7 weights and 4 norms per layer, and of the root.
-    slow = replace(model, profile=Profile(device, flat, {}, launch_us=1e6))
+    slow = replace(model, profile=DeviceProfile(device, flat, {}, launch_us=1e6))
     launches = UPDATE_CALLS * (2 * (7 + 2 + 2) + 1) + 1
     assert slow.update_ms(module, 1, 3) == pytest.approx(1e3 * launches)
 
@@ -184,14 +184,17 @@ def test_update_on_gpu_reads_and_writes_states_once() -> None:
 def test_compiled_selective_recomputation_repeats_fused_kernels() -> None:
     sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 64),), 64)], [8], padding=True)
     operators = layer_operators(
-        QWEN3_1_7B, sizes, Setting(Execution(recompute="selective", compiled=True), 2)
+        QWEN3_1_7B, sizes, CostSetting(Execution(recompute="selective", compiled=True), 2)
     )
-    kinds = {o.kind for o in operators.again}
+    kinds = {o.kind for o in operators.recomputed}
     assert not kinds & {"matmul", "attention", "compiled_call"}
-    assert fused_bytes(operators.again) == pytest.approx(fused_bytes(operators.forward))
+    assert fused_bytes(operators.recomputed) == pytest.approx(fused_bytes(operators.forward))
     kept = [
-        layer_kept_bytes(
-            QWEN3_1_7B, sizes, Setting(Execution(recompute=mode, compiled=True), 2), weights=True
+        layer_saved_bytes(
+            QWEN3_1_7B,
+            sizes,
+            CostSetting(Execution(recompute=mode, compiled=True), 2),
+            weights=True,
         )[0]
         for mode in ("none", "selective", "full")
     ]
@@ -216,7 +219,7 @@ def test_fsdp_copies_match_counted_traffic() -> None:
     # The counter counts each write of `copy_` twice, as argument and as result.
     copied = count.nbytes["_to_copy"] + count.nbytes["copy_"] * 2 / 3
     operators = all_gather_operators(
-        model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, ShardLinks(NODE)
+        model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, ShardLinks(WITHIN_NODE)
     )
     predicted = sum(float(o.memory_bytes) for o in operators)
     assert predicted == pytest.approx(10 * parameters, rel=0.02)

@@ -15,7 +15,7 @@ from torchmm.costs.components import Component, Temporaries
 from torchmm.costs.devices import Device
 from torchmm.costs.execution import Execution
 from torchmm.costs.flops import microbatch_flops
-from torchmm.costs.operators import KINDS, Curve, Operator, Operators, Profile
+from torchmm.costs.operators import KINDS, DeviceProfile, EfficiencyCurve, Operator, PassOperators
 from torchmm.costs.sizes import TaskSizes, llm_sizes
 
 STATE = 48
@@ -29,10 +29,10 @@ MIXED = replace(PLAIN, activation="made up")
 class MadeUp(Component):
     """Recurrence with one linear layer, as an example of a new layer type."""
 
-    sublayer = True
+    is_residual_branch = True
 
     @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
+    def applies_to(cls, layer: LayerDescription) -> bool:
         return layer.activation == "made up"
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -41,9 +41,9 @@ class MadeUp(Component):
     def pair_flops_N(self, sizes: TaskSizes) -> np.ndarray:
         return 1000 * sizes.units_N
 
-    def operators(self, sizes: TaskSizes, setting: object) -> Operators:
+    def operators(self, sizes: TaskSizes, setting: object) -> PassOperators:
         scan = Operator("copy", memory_bytes=1e9 * sizes.units_N)
-        return Operators([scan], [scan], [], [])
+        return PassOperators([scan], [scan], [], [])
 
     def saved_bytes(self, sizes: TaskSizes, setting: object, weights: bool) -> np.ndarray:
         return 10_000 * sizes.units_N
@@ -57,7 +57,7 @@ def module(layer: LayerDescription) -> ModuleDescription:
 
 
 def costs(layer: LayerDescription, **execution: object) -> tuple[CostModel, StageCosts]:
-    profile = Profile(DEVICE, dict.fromkeys(KINDS, Curve((1.0,), (0.5,))))
+    profile = DeviceProfile(DEVICE, dict.fromkeys(KINDS, EfficiencyCurve((1.0,), (0.5,))))
     model = CostModel(profile, "float32", {"llm": Execution(**execution)})  # type: ignore[arg-type]
     sizes = llm_sizes(METAS, [80], padding=True)
     return model, model.stage_costs(module(layer), 0, 1, sizes, True)
@@ -101,8 +101,8 @@ def test_registered_component_adds_all_costs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_layers_consist_of_registered_components() -> None:
-    names = [type(c).__name__ for c in components.components_of(PLAIN)]
+    names = [type(c).__name__ for c in components.layer_components(PLAIN)]
     assert names == ["Attention", "Heads", "FeedForward"]
     experts = replace(PLAIN, experts=8, cross_attention=True)
-    names = [type(c).__name__ for c in components.components_of(experts)]
+    names = [type(c).__name__ for c in components.layer_components(experts)]
     assert names == ["Attention", "CrossAttention", "Heads", "Experts"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.layers import layer_kept_bytes, layer_operators
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.layers import layer_operators, layer_saved_bytes
 from torchmm.costs.sizes import llm_sizes, module_tasks
 from torchmm.models.layers.attention import Segments
 from torchmm.parallel.context import ContextParallelHeads
@@ -49,7 +49,10 @@ def test_context_parallel_rank_has_fraction_of_costs(context: int) -> None:
         assert (times[0] / context < times[1]).all()  # weights are not sharded
         assert (times[1] < times[0]).all()
     products = [
-        sum(o.flops for o in layer_operators(LLM.layers[0], sizes, Setting(Execution(), 4)).forward)
+        sum(
+            o.flops
+            for o in layer_operators(LLM.layers[0], sizes, CostSetting(Execution(), 4)).forward
+        )
         for sizes in (llm_sizes(METAS, TARGETS, padding=True, context=n) for n in (1, context))
     ]
     assert products[1] * context == pytest.approx(products[0])
@@ -57,7 +60,7 @@ def test_context_parallel_rank_has_fraction_of_costs(context: int) -> None:
 
 def test_context_exchanges_twice_per_pass() -> None:
     sizes = llm_sizes(METAS, TARGETS, padding=True, context=2)
-    setting = Setting(Execution(context=2), 4)
+    setting = CostSetting(Execution(context=2), 4)
     alone = layer_operators(LLM.layers[0], sizes, setting._replace(execution=Execution()))
     exchanged = layer_operators(LLM.layers[0], sizes, setting)
     assert not any(o.kind == "p2p" for o in (*alone.forward, *alone.inputs))
@@ -99,7 +102,7 @@ def test_encoder_time_follows_rank_with_most_patches() -> None:
         assert (
             tasks.sizes.inputs_N.tolist() == max_patches
         )  # ranks have 8 and 4, or 12, 4 and 4 patches
-        assert tasks.useful.inputs_N.sum() == 32 + 4 * (parts[1] > 0)
+        assert tasks.unpadded_sizes.inputs_N.sum() == 32 + 4 * (parts[1] > 0)
     llm = module_tasks(graph, LLM, metas, [10, 10])
     assert llm.sizes.units_N.tolist() == [20, 20]
     assert llm.useful.units_N.tolist() == [40, 40]
@@ -146,13 +149,13 @@ def test_context_costs_match_real_layers(
 ) -> None:
     real = SharedLayer(family, ranks, monkeypatch)
     layer = real.description.layers[0]
-    setting = Setting(Execution(context=ranks), 4)
+    setting = CostSetting(Execution(context=ranks), 4)
     real.run()
     to_others = 4 * sum(sum(sent[1:]) for sent in real.sent)
     [messages] = [o for o in layer_operators(layer, real.sizes, setting).forward if o.kind == "p2p"]
     assert messages.network_bytes == pytest.approx([to_others])
     assert messages.calls == len(real.sent)
     for trained in (True, False):
-        predicted = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        predicted = layer_saved_bytes(layer, real.sizes, setting, weights=trained)
         kept, _ = real.live_bytes("none", trained)
         assert predicted == pytest.approx([kept], rel=0.03)

@@ -11,11 +11,17 @@ from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.blocks import Inputs, Projection, stage_blocks
-from torchmm.costs.devices import NETWORK, NODE, Device
-from torchmm.costs.execution import Execution, Setting, States
+from torchmm.costs.blocks import InputBlock, ProjectionBlock, stage_blocks
+from torchmm.costs.devices import BETWEEN_NODES, WITHIN_NODE, Device
+from torchmm.costs.execution import CostSetting, Execution, ParameterStates
 from torchmm.costs.layers import layer_parameters, shared_bytes, stage_parameters
-from torchmm.costs.operators import KINDS, Curve, Kind, Profile, Times
+from torchmm.costs.operators import (
+    KINDS,
+    DeviceProfile,
+    EfficiencyCurve,
+    OperatorKind,
+    OperatorTimes,
+)
 from torchmm.costs.sizes import generator_sizes, llm_sizes
 
 LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
@@ -31,7 +37,7 @@ LLM = ModuleDescription(
     head_linears=((64, 500),),
 )
 DEVICE = Device("toy", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "-")
-PROFILE = Profile(DEVICE, dict.fromkeys(KINDS, Curve((1.0,), (0.5,))))
+PROFILE = DeviceProfile(DEVICE, dict.fromkeys(KINDS, EfficiencyCurve((1.0,), (0.5,))))
 METAS = [
     MicrobatchMeta((SampleMeta("s", 0, 30), SampleMeta("s", 1, 50)), 100),
     MicrobatchMeta((SampleMeta("s", 2, 100),), 100),
@@ -123,7 +129,7 @@ def test_generator_shards_layers_without_ends() -> None:
             costs(generator, layers=(1, 3), **execution),
         )
         for text, generated in zip(*layers, strict=True):
-            if isinstance(text, Times):
+            if isinstance(text, OperatorTimes):
                 assert generated.total_ms == pytest.approx(text.total_ms)
                 assert generated.tp_comm_ms == pytest.approx(text.tp_comm_ms)
     around = replace(generator, head_linears=((64, 48),), embedding_linears=((48, 64),))
@@ -195,8 +201,8 @@ def test_unsupported_dtype_is_rejected() -> None:
 
 
 def test_parameters_by_stage_and_rank() -> None:
-    assert stage_parameters(LLM, 0, 4).all == LLM.parameters
-    stages = [stage_parameters(LLM, a, b).all for a, b in ((0, 1), (1, 3), (3, 4))]
+    assert stage_parameters(LLM, 0, 4).total == LLM.parameters
+    stages = [stage_parameters(LLM, a, b).total for a, b in ((0, 1), (1, 3), (3, 4))]
     assert sum(stages) == LLM.parameters
     assert stages[1] == 2 * 45_000
     products = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160
@@ -204,8 +210,8 @@ def test_parameters_by_stage_and_rank() -> None:
     frozen = replace(LLM, trainable=False)
     assert stage_parameters(frozen, 0, 4).trained == 0
     tied = replace(LLM, tied=True, parameters=LLM.parameters - 32_000)
-    assert stage_parameters(tied, 0, 4).all == tied.parameters
-    assert stage_parameters(tied, 0, 2).all == 32_000 + 90_000  # both ends have a replica
+    assert stage_parameters(tied, 0, 4).total == tied.parameters
+    assert stage_parameters(tied, 0, 2).total == 32_000 + 90_000  # both ends have a replica
 
 
 def test_static_bytes_of_stage() -> None:
@@ -247,7 +253,9 @@ def test_gather_and_reduce_times() -> None:
 
 
 def test_python_overhead_of_parallel_execution() -> None:
-    def forward_ms(asynchronous: bool, call_us: dict[Kind, float], **execution: object) -> float:
+    def forward_ms(
+        asynchronous: bool, call_us: dict[OperatorKind, float], **execution: object
+    ) -> float:
         device = replace(DEVICE, asynchronous=asynchronous)
         profile = replace(PROFILE, device=device, call_us=call_us)
         model = CostModel(profile, "float32", {"llm": Execution(**execution)})  # type: ignore[arg-type]
@@ -282,9 +290,11 @@ def test_pipeline_links() -> None:
     model = CostModel(
         PROFILE, "float32", {"llm": Execution(tensor=2)}
     )  # two pipeline ranks per node
-    assert model.pipeline_link(0, 1) == NODE
-    assert model.pipeline_link(1, 2) == NETWORK
-    assert model.transfer_times_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
+    assert model.pipeline_link(0, 1) == WITHIN_NODE
+    assert model.pipeline_link(1, 2) == BETWEEN_NODES
+    assert model.transfer_times_ms([5e9, 5e9], [WITHIN_NODE, BETWEEN_NODES]) == pytest.approx(
+        [1e3, 1e4]
+    )
 
 
 def test_projection_blocks_match_linear_layers() -> None:
@@ -292,8 +302,10 @@ def test_projection_blocks_match_linear_layers() -> None:
         encoder = replace(
             LLM, kind="encoder", embedding_flops_per_unit=flops, embedding_linears=linears
         )
-        blocks = [b for b in stage_blocks(encoder, 0, 1) if isinstance(b, Inputs | Projection)]
-        return [b.linear if isinstance(b, Projection) else None for b in blocks]
+        blocks = [
+            b for b in stage_blocks(encoder, 0, 1) if isinstance(b, InputBlock | ProjectionBlock)
+        ]
+        return [b.linear if isinstance(b, ProjectionBlock) else None for b in blocks]
 
     assert embedding(9728, (12, 64), (64, 64)) == [(12, 64), (64, 64)]
     assert embedding(8192) == [(64, 64)]  # one square linear with these FLOPs
@@ -303,7 +315,7 @@ def test_projection_blocks_match_linear_layers() -> None:
 def test_head_saved_bytes() -> None:
     sizes = llm_sizes(METAS[1:], [99], padding=True)
     head = stage_blocks(LLM, 4, 4)[-1]
-    saved = head.saved_bytes(sizes, Setting(Execution(), 4), True)
+    saved = head.saved_bytes(sizes, CostSetting(Execution(), 4), True)
     # Norm input, norm result before the weight, selected rows, float32 log-probabilities.
     assert saved == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
 
@@ -312,7 +324,7 @@ def test_optimizer_states_use_storage_dtype():
     count = sum(layer_parameters(layer) for layer in LLM.layers[1:3])
 
     def model(**states: object) -> CostModel:
-        return CostModel(PROFILE, "float32", {"llm": Execution(states=States(**states))})
+        return CostModel(PROFILE, "float32", {"llm": Execution(states=ParameterStates(**states))})
 
     narrow = model(weight=2.0, moments=4.0, layer_moments=2.0)
     assert narrow.static_bytes(LLM, 1, 3) == (2 + 4 + 2) * count
@@ -329,7 +341,7 @@ def test_offloaded_states_add_transfer_time():
     profile = replace(PROFILE, device=device)
 
     def update_ms(visiting: float) -> float:
-        execution = Execution(states=States(visiting=visiting))
+        execution = Execution(states=ParameterStates(offloaded_moments=visiting))
         return CostModel(profile, "float32", {"llm": execution}).update_ms(LLM, 1, 3)
 
     trained = stage_parameters(LLM, 1, 3).trained
@@ -342,7 +354,7 @@ def test_update_memory():
 
     def update_bytes(element_bytes: int = 4, **states: object) -> tuple[int, int]:
         dtype = "bfloat16" if element_bytes == 2 else "float32"
-        execution = Execution(shard=4, states=States(**states))
+        execution = Execution(shard=4, states=ParameterStates(**states))
         return CostModel(PROFILE, dtype, {"llm": execution}).update_bytes(LLM, 1, 3)
 
     assert update_bytes() == (16 * count / 4, 0)  # in place
@@ -369,12 +381,12 @@ def test_workspace_excludes_freed_head_activations():
         execution = Execution(recompute=recompute)
         model = CostModel(PROFILE, "float32", {"llm": execution})
         stage = model.stage_costs(LLM, 1, 4, sizes, False).workspace_bytes
-        layer_bytes = layers.temporary_bytes(sizes, Setting(execution, 4), np.ones(1))
+        layer_bytes = layers.temporary_bytes(sizes, CostSetting(execution, 4), np.ones(1))
         return float(stage[0]), float(layer_bytes[0])
 
     stage_bytes, layer_bytes = workspace("full")
-    kept = float(head.saved_bytes(sizes, Setting(Execution(), 4), True)[0])
-    of_head = float(head.temporary_bytes(sizes, Setting(Execution(), 4), np.ones(1))[0])
+    kept = float(head.saved_bytes(sizes, CostSetting(Execution(), 4), True)[0])
+    of_head = float(head.temporary_bytes(sizes, CostSetting(Execution(), 4), np.ones(1))[0])
     assert (
         stage_bytes == pytest.approx(max(layer_bytes - kept, of_head)) and stage_bytes < layer_bytes
     )

@@ -7,10 +7,10 @@ from model_cases import LLMS, build
 
 from torchmm.balance.costs.model import CostModel, ShardLinks, all_gather_operators
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.costs.devices import NODE, Device
+from torchmm.costs.devices import WITHIN_NODE, Device
 from torchmm.costs.execution import Execution
 from torchmm.costs.layers import expert_parameters, layer_parameters, stage_parameters
-from torchmm.costs.operators import KINDS, Curve, Profile
+from torchmm.costs.operators import KINDS, DeviceProfile, EfficiencyCurve
 from torchmm.models.layers.experts import expert_modules
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
@@ -36,11 +36,11 @@ def test_expert_parallel_rank_gathers_local_experts(llm) -> None:
     shared = Execution(shard=4)
     divided = replace(shared, expert=4)
     experts = sum(expert_parameters(layer) for layer in module.layers)
-    dense = stage_parameters(module, 0, count).all - experts
+    dense = stage_parameters(module, 0, count).total - experts
     sent = {
         execution.expert: next(
             o.network_bytes
-            for o in all_gather_operators(module, 0, count, execution, 2, ShardLinks(NODE))
+            for o in all_gather_operators(module, 0, count, execution, 2, ShardLinks(WITHIN_NODE))
             if o.kind == "all_gather"
         )
         for execution in (shared, divided)
@@ -62,9 +62,9 @@ def test_experts_across_nodes_use_one_network_card(llm) -> None:
     module = llm.describe()
     count = len(module.layers)
     experts = sum(expert_parameters(layer) for layer in module.layers)
-    dense = stage_parameters(module, 0, count).all - experts
+    dense = stage_parameters(module, 0, count).total - experts
     device = Device("toy", {"float32": 1e12}, 1e11, 1e9, 400e9, 50e9, 8, False, "8 cards")
-    profile = Profile(device, dict.fromkeys(KINDS, Curve((1.0,), (1.0,))))
+    profile = DeviceProfile(device, dict.fromkeys(KINDS, EfficiencyCurve((1.0,), (1.0,))))
 
     def gather_ms(expert: int) -> float:
         execution = Execution(shard=16, expert=expert)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.execution import CostSetting, Execution
 from torchmm.costs.layers import (
     layer_flops,
-    layer_kept_bytes,
     layer_linears,
     layer_operators,
+    layer_saved_bytes,
     received_bytes,
 )
 from torchmm.costs.operators import Operator
@@ -173,7 +173,7 @@ def counted(traffic: CountTraffic, matmul: bool) -> float:
 def test_memory_traffic_matches_real_layers(family: str, dtype: torch.dtype) -> None:
     real = real_layer(family, dtype)
     layer = real.description.layers[0]
-    setting = Setting(Execution(), dtype.itemsize)
+    setting = CostSetting(Execution(), dtype.itemsize)
     expected = layer_operators(layer, real.sizes, setting)
     with CountTraffic() as forward:
         out = real.run()
@@ -205,8 +205,8 @@ def test_saved_bytes_match_live_memory(family: str, dtype: torch.dtype) -> None:
     layer, size = real.description.layers[0], dtype.itemsize
     for mode, trained in product(("none", "selective", "full"), (True, False)):
         execution = Execution(recompute=mode)  # type: ignore[arg-type]
-        setting = Setting(execution, size)
-        saved = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        setting = CostSetting(execution, size)
+        saved = layer_saved_bytes(layer, real.sizes, setting, weights=trained)
         received = received_bytes(layer, real.sizes, setting, weights=trained)
         alive, held = real.live_bytes(mode, trained)
         # The Qwen encoder casts its rotary tables, of the size of a head, in every layer.
@@ -219,8 +219,8 @@ def test_saved_bytes_match_live_memory(family: str, dtype: torch.dtype) -> None:
 def test_full_recomputation_repeats_all_but_last_matmul(family: str) -> None:
     real = real_layer(family, torch.float32)
     layer = real.description.layers[0]
-    setting = Setting(Execution(recompute="full"), 4)
-    again = layer_operators(layer, real.sizes, setting).again
+    setting = CostSetting(Execution(recompute="full"), 4)
+    again = layer_operators(layer, real.sizes, setting).recomputed
     products = sum(np.sum(o.flops) for o in again if o.kind == "matmul")
     dense, scores = (np.sum(flops_N) for flops_N in layer_flops(layer, real.sizes))
     linears = 2 * np.sum(real.sizes.units_N) * sum(map(prod, layer_linears(layer).values()))
@@ -234,8 +234,8 @@ def test_selective_recomputation_saves_matmuls_and_attention() -> None:
     layer = real.description.layers[0]
 
     def again(mode: str) -> list[str]:
-        setting = Setting(Execution(recompute=mode), 4)  # type: ignore[arg-type]
-        return [o.kind for o in layer_operators(layer, real.sizes, setting).again]
+        setting = CostSetting(Execution(recompute=mode), 4)  # type: ignore[arg-type]
+        return [o.kind for o in layer_operators(layer, real.sizes, setting).recomputed]
 
     assert not again("none")
     full, selective = again("full"), again("selective")
@@ -251,7 +251,7 @@ def test_tensor_parallel_ranks_split_matmuls(sequence_parallel: bool) -> None:
 
     def operators_of(tensor: int) -> list[Operator]:
         execution = Execution(tensor=tensor, sequence_parallel=sequence_parallel)
-        operators = layer_operators(layer, real.sizes, Setting(execution, 4))
+        operators = layer_operators(layer, real.sizes, CostSetting(execution, 4))
         return [*operators.forward, *operators.inputs, *operators.weights]
 
     def total(operators: list[Operator], field: str, *kinds: str) -> float:
@@ -273,7 +273,7 @@ def test_tensor_parallel_ranks_split_matmuls(sequence_parallel: bool) -> None:
 def test_few_key_value_heads_are_replicated() -> None:
     real = real_layer("llama", torch.float32)
     layer = replace(real.description.layers[0], kv_heads=1)
-    operators = layer_operators(layer, real.sizes, Setting(Execution(tensor=4), 4))
+    operators = layer_operators(layer, real.sizes, CostSetting(Execution(tensor=4), 4))
     flops = sum(np.sum(o.flops) for o in operators.forward if o.kind == "matmul")
     head = layer.head_dim
     weights = 128 * (2 * 128 // 4 + 2 * head + 3 * 320 // 4)

@@ -16,7 +16,7 @@ from torchmm.balance.costs.step_costs import compute_plan_costs
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.devices import NODE
+from torchmm.costs.devices import WITHIN_NODE
 from torchmm.costs.execution import Execution
 from torchmm.costs.flops import microbatch_flops, module_layers
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -104,7 +104,7 @@ def test_transfer_times_match_message_bytes(encoder) -> None:
             crosses_ranks = ranks(producer) != ranks(consumer)
             assert (key in costs.transfer_ms) == crosses_ranks
             if crosses_ranks:
-                assert costs.transfer_ms[key] == MODEL.transfer_times_ms([nbytes], [NODE])[0]
+                assert costs.transfer_ms[key] == MODEL.transfer_times_ms([nbytes], [WITHIN_NODE])[0]
 
 
 @pytest.mark.parametrize("encoder", KINDS)
@@ -123,7 +123,7 @@ def test_sliced_transfer_times_match_message_bytes(encoder) -> None:
         sent = sum(spec.local_spec(source=True).nbytes for spec in specs[message])
         exact = sum(spec.nbytes for spec in specs[message]) / 2
         assert exact <= sent
-        expected_ms, full_ms = model.transfer_times_ms([exact, 2 * exact], [NODE] * 2)
+        expected_ms, full_ms = model.transfer_times_ms([exact, 2 * exact], [WITHIN_NODE] * 2)
         assert costs.transfer_ms[message, backward] == pytest.approx(expected_ms)
         assert before.transfer_ms[message, backward] == pytest.approx(full_ms)
     longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}
@@ -238,7 +238,7 @@ def test_layerwise_fsdp_reduces_in_backward(device, each) -> None:
         work = sharded.gather_work(module, stage.start, stage.stop)
         if action.type is ActionType.B and (each or action.microbatch == last):
             span = module, stage.start, stage.stop
-            work = work.plus(sharded.reduce_work(*span, replicas=action.microbatch == last))
+            work = work.add(sharded.reduce_work(*span, replicas=action.microbatch == last))
         copied_ms, sent_ms = work.compute_ms[0], work.network_ms[0]
         # On GPUs, one chunk does not overlap. Each layer is a chunk, and so are the root
         # parameters.

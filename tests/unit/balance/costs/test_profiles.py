@@ -86,9 +86,9 @@ def test_profile_host_times_are_optional() -> None:
     assumed = load_profile("h100")
     assert assumed.host_us == {}
     changed = parse_profile({"base": "h100", "host_us": {"attention": 120.0}}, "here")
-    assert changed.queueing_us("attention", compiled=True) == 120.0
-    assert changed.queueing_us("attention") == changed.launch_us == assumed.launch_us
+    assert changed.launch_time_us("attention", compiled=True) == 120.0
+    assert changed.launch_time_us("attention") == changed.launch_us == assumed.launch_us
     with pytest.raises(ValueError, match=r"host_us\.shard_unit"):
         parse_profile({"base": "h100", "host_us": {"shard_unit": 1.0}}, "here")
     measured = load_profile(Path(__file__).parents[4] / "benchmarks/results/profile_h200.json")
-    assert measured.queueing_us("copy", compiled=True) == measured.launch_us > 30
+    assert measured.launch_time_us("copy", compiled=True) == measured.launch_us > 30

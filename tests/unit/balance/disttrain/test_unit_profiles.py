@@ -18,7 +18,7 @@ from torchmm.balance.disttrain.orchestration.unit_costs import (
     profile_units,
 )
 from torchmm.costs.execution import Execution
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.sizes import sequence_sizes
 
 PROFILE = load_profile("a800")
 
@@ -30,7 +30,7 @@ def resolved_unit_sizes(modules=MODULES, batch=None, run=None, **options) -> tup
 
 def linear(module, tensor, batch) -> ModuleCosts:
     """Return 2 s per sequence plus 1 s per 1000 units, divided by the tensor-parallel degree."""
-    units_N = pack_sizes(module, batch)[1].units_N
+    units_N = sequence_sizes(module, batch)[1].units_N
     zeros_N = units_N * 0
     return ModuleCosts((2 + units_N / 1000) / tensor, units_N, 3 * units_N, zeros_N + 7)
 
@@ -39,7 +39,7 @@ def test_linear_costs_are_profiled_exactly() -> None:
     batch = packs(50, seed=3)
     for unit in resolved_unit_sizes(batch=batch, run=linear, tensor_sizes=(1, 2)):
         module = next(m for m in MODULES if m.name == unit.name)
-        at, sizes = pack_sizes(module, batch)
+        at, sizes = sequence_sizes(module, batch)
         expected = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
         assert unit.seconds == pytest.approx({1: expected, 2: expected / 2})
         assert unit.workspace_bytes == {1: 7, 2: 7}
@@ -49,7 +49,7 @@ def test_profiles_match_cost_model() -> None:
     batch = packs(300, seed=5)
     for unit in resolved_unit_sizes(batch=batch):
         module = next(m for m in MODULES if m.name == unit.name)
-        _, sizes = pack_sizes(module, batch)
+        _, sizes = sequence_sizes(module, batch)
         for tensor, seconds in unit.seconds.items():
             model = CostModel(PROFILE, "bfloat16", {unit.name: Execution(tensor=tensor)})
             costs = model.stage_costs(module, 0, 8, sizes, module.kind != "encoder")
@@ -100,7 +100,7 @@ def test_memory_bounds_cover_sample_variance() -> None:
     rng = np.random.default_rng(0)
     for unit, module in zip(resolved_unit_sizes(batch=batch), MODULES, strict=True):
         kept_N = np.zeros(len(batch))
-        at, _ = pack_sizes(module, batch)
+        at, _ = sequence_sizes(module, batch)
         run = module_cost_function(PROFILE, "bfloat16", MODULES)
         kept_N[at] = run(module, 2, [batch[i] for i in at]).kept_bytes_N
         assert unit.activation_bytes[2] == pytest.approx(kept_N.mean(), rel=0.03)

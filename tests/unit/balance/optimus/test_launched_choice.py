@@ -74,7 +74,7 @@ SIZES = TaskSizes(
     lengths_S=np.full(2, 64.0),
     task_S=np.arange(2),
     contexts_S=np.zeros(2),
-    given_N=np.zeros(2),
+    context_inputs_N=np.zeros(2),
 )
 
 

@@ -16,8 +16,8 @@ from test_part_operators import RealLayer
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.costs.execution import Execution, Setting
-from torchmm.costs.layers import layer_kept_bytes
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.layers import layer_saved_bytes
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
@@ -59,8 +59,8 @@ def test_compiled_layer_saves_at_most_planned_bytes(family: str, dtype: torch.dt
     torch.compiler.reset()  # dynamic sizes that other tests have compiled
     real = RealLayer(family, dtype)
     layer = real.description.layers[0]
-    setting = Setting(Execution(), dtype.itemsize)
-    (planned,) = layer_kept_bytes(layer, real.sizes, setting, weights=True)
+    setting = CostSetting(Execution(), dtype.itemsize)
+    (planned,) = layer_saved_bytes(layer, real.sizes, setting, weights=True)
     assert saved_bytes(real, "none", None) == pytest.approx(planned, rel=0.03)
     saved = saved_bytes(real, "none", Compilation(BACKEND))
     assert 0.35 * planned < saved <= 1.001 * planned  # shape values add a few bytes

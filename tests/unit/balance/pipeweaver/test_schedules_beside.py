@@ -69,8 +69,8 @@ def test_background_plan_matches_synchronous_plan(name):
         assert background.step == step
         synchronous = planning_worker.plan_synchronously(setup, request)
         assert background.finished and set(background.statistics) == {"planner_ms"}
-        np.testing.assert_array_equal(background.numbers, synchronous.numbers)
-        numbers_by_step[step] = synchronous.numbers.tolist()
+        np.testing.assert_array_equal(background.encoded_plan, synchronous.encoded_plan)
+        numbers_by_step[step] = synchronous.encoded_plan.tolist()
     plan = plan_step_with_costs(
         setup.layout, setup.config, setup.modules, metas(2), sharding="step", factors=FACTORS,
         reduces_early=True,
@@ -92,7 +92,7 @@ def test_planning_process_matches_synchronous_plan():
     finally:
         process.close()
     synchronous = planning_worker.plan_synchronously(setup, request)
-    np.testing.assert_array_equal(background.numbers, synchronous.numbers)
+    np.testing.assert_array_equal(background.encoded_plan, synchronous.encoded_plan)
 
 
 def test_steps_are_planned_with_their_factors(monkeypatch):
@@ -162,7 +162,7 @@ class LeaderUnderTest:
         )
         request = PlanRequest(self.number, metas(seed), measured)
         expected = planning_worker.plan_synchronously(self.setup, request)
-        np.testing.assert_array_equal(planned.encoded_plan, expected.numbers)
+        np.testing.assert_array_equal(planned.encoded_plan, expected.encoded_plan)
         return planned.statistics["planner_ms"] == -1.0
 
 

@@ -8,7 +8,7 @@ from dispatch_cases import even_costs, pipeline
 from torchmm.balance.pipeweaver.schedule_search.step_search import with_separated_memory_limit
 from torchmm.balance.schedules import search_schedule
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -24,7 +24,7 @@ def test_orders_fit_into_memory_fraction():
     used = []
     for limit in (12, 20, 1000):
         result = search_schedule(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
-        assert max(result.peak_bytes) <= round(MEMORY_SHARE * limit)
+        assert max(result.peak_bytes) <= round(USABLE_MEMORY_FRACTION * limit)
         used.append(max(result.peak_bytes))
         step = simulate(lower_plan(result.order, graph, {}, receives_ahead=10**6), costs)
         static = separated(graph, costs.compute_ms.__getitem__)

@@ -24,7 +24,7 @@ from torchmm.balance.pipeweaver.segment_search import (
 from torchmm.balance.recipe_simulation.step_simulator import StepSimulator
 from torchmm.balance.run_costs import build_cost_model, load_simulated_profile
 from torchmm.common.errors import ConfigError
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.planning.resolved_recipe import resolve_recipe
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -35,7 +35,7 @@ CASE = Case("segments in a recipe")
 PROFILE = load_profile("cpu")
 
 
-def chosen_parallel(profile: Profile | None = None, **parallel: object) -> ParallelConfig:
+def chosen_parallel(profile: DeviceProfile | None = None, **parallel: object) -> ParallelConfig:
     recipe = Recipe.model_validate({"parallel": parallel})
     modules, metas = described()
     ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)

@@ -18,7 +18,7 @@ from torchmm.balance.run_costs import build_cost_model
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
-from torchmm.costs.operators import Profile
+from torchmm.costs.operators import DeviceProfile
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.planning.executions import parameter_states
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -54,7 +54,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
+def profile() -> DeviceProfile:
     return load_profile("h100")
 
 
@@ -175,4 +175,4 @@ def test_state_costs_match_optimizer(optimizer, dtype, bytes_each):
     on_device = 0 if recipe.optimizer.offload else state_bytes
     assert on_device == states.layer_moments * model.weight.numel()
     moved = state_bytes if recipe.optimizer.offload else 0
-    assert states.visiting * model.weight.numel() == moved
+    assert states.offloaded_moments * model.weight.numel() == moved

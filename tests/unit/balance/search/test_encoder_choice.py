@@ -16,7 +16,7 @@ from torchmm.balance.search.recipe_plans import base_recipe, open_keys, recipe_p
 from torchmm.balance.search.report import describe_optimality
 from torchmm.balance.search.result import PlanSearchResult, SimulatedPlan, find_best
 from torchmm.common.errors import ConfigError
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.recipe.recipe import Recipe
 
 RECIPE = f"""
@@ -125,7 +125,7 @@ def test_encoder_sizes_fit_into_memory(tmp_path):
     result = search(with_device(device_bytes))
     tight = result.best
     assert isinstance(tight, SimulatedPlan)
-    assert max(tight.report.step.peak_bytes) <= MEMORY_SHARE * device_bytes
+    assert max(tight.report.step.peak_bytes) <= USABLE_MEMORY_FRACTION * device_bytes
     assert "plans may use 90% of the memory of a device" in describe_optimality(result)
     assert tight.recipe.activation_checkpoint == recipe.activation_checkpoint
     with pytest.raises(ConfigError, match="no plan fits on 8 devices"):

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.execution import CostSetting, Execution
 from torchmm.costs.flops import microbatch_flops
-from torchmm.costs.operators import Encoding
+from torchmm.costs.operators import AutoencoderBlock
 from torchmm.costs.sizes import generator_sizes
 from torchmm.extensions.generation.generator import DitModule
 from torchmm.extensions.generation.latents import to_images, to_patches
@@ -304,7 +304,7 @@ def test_encoding_flops_match_torch_counter(model):
     modules = [module.describe() for module in model.modality_modules()]
     actual = microbatch_flops(modules, META)["generator"].forward
     sizes = generator_sizes([META.generated])
-    block = Encoding(trained=False, leaf=True, of=modules[-1].latents)
+    block = AutoencoderBlock(trained=False, leaf=True, autoencoder=modules[-1].latents)
     encoding_flops = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
     assert encoding_flops == pytest.approx(counted - without, rel=1e-6)
     assert actual == pytest.approx(counted, rel=0.01)
@@ -323,8 +323,10 @@ def test_encoding_memory_is_below_estimate(encode_batch_size):
         encoder(inputs.patches_PV, inputs.grids_thw, None)
     measured = counter.peak_bytes - before
     sizes = generator_sizes([[GeneratedMeta(grid, 1) for grid in grids]], padding=True)
-    setting = Setting(Execution(), 4)
-    block = Encoding(trained=False, leaf=True, of=model.generator.describe().latents)
+    setting = CostSetting(Execution(), 4)
+    block = AutoencoderBlock(
+        trained=False, leaf=True, autoencoder=model.generator.describe().latents
+    )
     needed = float(block.temporary_bytes(sizes, setting, torch.zeros(1).numpy())[0])
     assert measured <= needed
     assert measured > 0.5 * needed

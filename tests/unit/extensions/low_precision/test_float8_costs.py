@@ -15,10 +15,10 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription
 from torchmm.costs.component import cast_bytes
-from torchmm.costs.components import components_of
-from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.components import layer_components
+from torchmm.costs.execution import CostSetting, Execution
 from torchmm.costs.layers import layer_operators
-from torchmm.costs.operators import operator_ms, rounded_matmul
+from torchmm.costs.operators import float8_matmul, operator_time_ms
 from torchmm.costs.sizes import llm_sizes
 from torchmm.extensions.low_precision.float8 import describe_float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
@@ -60,8 +60,8 @@ def test_cast_costs_match_real_layers(recipe: str, dtype: torch.dtype) -> None:
         result.backward(gradient)
     rounded = describe_layers(a_cast(recipe))[0].rounded
     assert rounded is not None
-    setting = Setting(Execution(), dtype.itemsize)
-    passes = rounded_matmul(ROWS, INPUTS, OUTPUTS, rounded, setting)
+    setting = CostSetting(Execution(), dtype.itemsize)
+    passes = float8_matmul(ROWS, INPUTS, OUTPUTS, rounded, setting)
     for counted, operators in (
         (forward, passes.forward),
         (backward, passes.inputs + passes.weights),
@@ -87,14 +87,14 @@ def test_cast_memory_matches_real_layers() -> None:
     x = torch.randn(4096, INPUTS, dtype=torch.bfloat16)
     with Peak() as peak:
         linear(x)
-    actual = cast_bytes(layer.rounded, components_of(layer), SIZES, Setting(Execution(), 2))
+    actual = cast_bytes(layer.rounded, layer_components(layer), SIZES, CostSetting(Execution(), 2))
     largest = 4096 * OUTPUTS  # of a gradient; the forward has the input
     assert float(actual[0]) == 9 * largest
     assert peak.most == pytest.approx(9 * x.numel(), rel=0.01)
 
 
 def test_float8_matmul_rate_follows_device() -> None:
-    setting = Setting(Execution(), 2)
+    setting = CostSetting(Execution(), 2)
     plain = describe_layers(Float8Config(), hidden_size=4096, intermediate_size=14336)[0]
     rounds = describe_layers(a_cast("rowwise"), hidden_size=4096, intermediate_size=14336)[0]
     assert plain.rounded is None
@@ -104,7 +104,7 @@ def test_float8_matmul_rate_follows_device() -> None:
     def matmul_ms(layer: LayerDescription, device: str) -> float:
         operators = layer_operators(layer, SIZES, setting).forward
         profile = load_profile(device)
-        actual = [operator_ms(o, profile, "bfloat16") for o in operators if o.kind == "matmul"]
+        actual = [operator_time_ms(o, profile, "bfloat16") for o in operators if o.kind == "matmul"]
         return float(sum(actual)[0])  # type: ignore[index]
 
     assert matmul_ms(rounds, "h100") == pytest.approx(matmul_ms(plain, "h100") / 2, rel=0.02)
@@ -121,6 +121,6 @@ def test_float8_costs_apply_to_selected_layers() -> None:
     assert (160, 64) not in inner.rounded.linears
     assert (64, 160) in inner.rounded.linears
     casts = 2 * 3  # gate, up, and at least one size of attention
-    operators = layer_operators(inner, SIZES, Setting(Execution(), 2)).forward
-    more = len(operators) - len(layer_operators(first, SIZES, Setting(Execution(), 2)).forward)
+    operators = layer_operators(inner, SIZES, CostSetting(Execution(), 2)).forward
+    more = len(operators) - len(layer_operators(first, SIZES, CostSetting(Execution(), 2)).forward)
     assert more >= casts / 2

@@ -28,12 +28,12 @@ from torchmm.balance.disttrain.orchestration.problem import UnitCosts
 from torchmm.balance.numba_utils import Float64s
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.devices import NETWORK
-from torchmm.costs.execution import FLOAT32, Execution, Recompute, States
-from torchmm.costs.flops import gradients_arrive, module_flops
+from torchmm.costs.devices import BETWEEN_NODES
+from torchmm.costs.execution import FLOAT32, Execution, ParameterStates, RecomputeSetting
+from torchmm.costs.flops import module_flops, modules_with_trained_sources
 from torchmm.costs.layers import stage_parameters
-from torchmm.costs.operators import Profile
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.operators import DeviceProfile
+from torchmm.costs.sizes import sequence_sizes
 
 MAX_KNOTS = 9
 """Maximum number of input sizes that are profiled."""
@@ -61,13 +61,13 @@ ModuleCostFunction = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]]
 
 
 def module_cost_function(
-    profile: Profile,
+    profile: DeviceProfile,
     dtype: str,
     modules: Sequence[ModuleDescription],
     *,
     sequence_parallel: bool = False,
     async_tensor: bool = False,
-    recompute: Mapping[str, Recompute] | None = None,
+    recompute: Mapping[str, RecomputeSetting] | None = None,
     compiled: frozenset[str] = frozenset(),
 ) -> ModuleCostFunction:
     """Return a runner that computes costs with a cost model.
@@ -97,10 +97,10 @@ def module_cost_function(
             compiled=module.name in compiled,
         )
         model = CostModel(profile, dtype, {module.name: execution})
-        sizes = pack_sizes(module, packs)[1]
+        sizes = sequence_sizes(module, packs)[1]
         assert sizes is not None
         needs_input_grad_N = np.array(
-            [gradients_arrive(modules, p)[module.name] for p in packs], bool
+            [modules_with_trained_sources(modules, p)[module.name] for p in packs], bool
         )
         costs = model.stage_costs(module, 0, len(module.layers), sizes, needs_input_grad_N)
         backward_N = costs.backward.total_ms / 1e3
@@ -131,11 +131,11 @@ def fitting_tensor_sizes(module: ModuleDescription, sizes: Sequence[int]) -> lis
 def profile_units(
     modules: Sequence[ModuleDescription],
     packs: Sequence[MicrobatchMeta],
-    profile: Profile,
+    profile: DeviceProfile,
     dtype: str,
     run: ModuleCostFunction,
     tensor_sizes: Sequence[int] = TENSOR_SIZES,
-    states: States = FLOAT32,
+    states: ParameterStates = FLOAT32,
 ) -> tuple[UnitCosts, ...]:
     """Return the costs of each module for an average pack, with the memory of the largest pack.
 
@@ -176,7 +176,7 @@ def profile_units(
             {n: float(seconds_N.mean()) for n, seconds_N in costs.seconds.items()},
             {n: float(kept_N.mean()) for n, kept_N in costs.saved_bytes.items()},
             relative_std=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
-            replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
+            replica_bytes=element_bytes * parameters.total + parameters.gradient_bytes,
             sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
             activation_margin_bytes={
                 n: ACTIVATION_MARGIN_DEVIATIONS * float(kept_N.std())
@@ -186,7 +186,7 @@ def profile_units(
                 n: float(kept_N.max()) for n, kept_N in costs.saved_bytes.items()
             },
             workspace_bytes=costs.workspace_bytes,
-            transfer_s=model.transfer_times_ms([sent_bytes], [NETWORK])[0] / 1e3,
+            transfer_s=model.transfer_times_ms([sent_bytes], [BETWEEN_NODES])[0] / 1e3,
             grad_sync_s=sync_ms / 1e3,
             has_backward=costs.has_backward,
             flops=float(module_flops(modules, module, packs).mean()),
@@ -217,7 +217,7 @@ def _profile_module(
     Raises:
         ValueError: No pack has input for the module.
     """
-    indices_with_input, sizes = pack_sizes(module, packs)
+    indices_with_input, sizes = sequence_sizes(module, packs)
     if sizes is None:
         raise ValueError(
             f"none of {len(packs)} sampled sequences contains data for {module.name!r}; use "

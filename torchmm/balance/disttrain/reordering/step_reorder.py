@@ -56,9 +56,9 @@ from torchmm.balance.disttrain.reordering.microbatch_order import makespans_ms, 
 from torchmm.balance.numba_utils import Float64s, Int64s
 from torchmm.common.batch import Imbalance, MicrobatchMeta, SequenceAssignment
 from torchmm.common.layers import ModuleDescription
-from torchmm.costs.flops import gradients_arrive
-from torchmm.costs.layers import learns
-from torchmm.costs.sizes import pack_sizes
+from torchmm.costs.flops import modules_with_trained_sources
+from torchmm.costs.layers import has_trained_parameters
+from torchmm.costs.sizes import sequence_sizes
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
@@ -375,9 +375,9 @@ class StepReorder:
         forward_SN, backward_SN = (
             np.zeros((len(self._layout.stages), len(packs))) for _ in range(2)
         )
-        arrives = [gradients_arrive(self._modules, pack) for pack in packs]
+        arrives = [modules_with_trained_sources(self._modules, pack) for pack in packs]
         for module in self._modules:
-            indices_with_input, sizes = pack_sizes(module, packs)
+            indices_with_input, sizes = sequence_sizes(module, packs)
             if sizes is None or (self._balances_images and module.kind == "encoder"):
                 continue
             needs_input_grad_N = np.array(
@@ -387,7 +387,9 @@ class StepReorder:
             for stage in self._layout.stages:
                 if stage.module != module.name:
                     continue
-                stage_needs_input_grad_N = needs_input_grad_N | (stage.start > 0 and learns(module))
+                stage_needs_input_grad_N = needs_input_grad_N | (
+                    stage.start > 0 and has_trained_parameters(module)
+                )
                 costs = self._model.stage_costs(
                     module, stage.start, stage.stop, sizes, stage_needs_input_grad_N, cache=cache
                 )

@@ -54,14 +54,14 @@ from torchmm.balance.numba_utils import Float64s, Int64s
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.execution import Recompute
-from torchmm.costs.layers import layer_kept_bytes, received_bytes
+from torchmm.costs.execution import RecomputeSetting
+from torchmm.costs.layers import layer_saved_bytes, received_bytes
 from torchmm.costs.sizes import ModuleTasks, text_tokens
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task
 from torchmm.pipelining.plan.plan import PipelinePlan, RecomputeMode
 
-LAYER_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+LAYER_MODES: tuple[RecomputeSetting, ...] = ("none", "selective", "full")
 """Modes on all devices."""
 ALL_MODES: tuple[RecomputeMode, ...] = (*LAYER_MODES, "offload")
 """Modes on devices with separate memory. Their indices are the mode indices M of arrays."""
@@ -222,7 +222,7 @@ def _build_stage(
         return None
     layers = module.layers[stage.start : stage.stop]
     distinct = list(dict.fromkeys(layers))
-    needs_input_grad_N = of_module.gradient_arrives_N(graph, stage.index)
+    needs_input_grad_N = of_module.sends_gradient_N(graph, stage.index)
     if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
         needs_input_grad_N = np.ones_like(needs_input_grad_N)  # for the connector before the layers
     rows = []
@@ -256,7 +256,7 @@ def _build_layer_tables(
         the latter, saved bytes, and bytes of a received input that are not in the saved bytes.
     """
     module = of_module.module
-    sizes = of_module.of_ranks
+    sizes = of_module.all_rank_sizes
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = needs_input_grad_N | trained
@@ -272,14 +272,14 @@ def _build_layer_tables(
             index + 1,
             sizes,
             needs_input_grad_N,
-            of_module.useful,
+            of_module.unpadded_sizes,
             ranks=of_module.ranks,
         )
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tp_comm_ms)
         setting = changed.setting(module, of_module.sizes.tasks)
-        kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
+        kept_N = layer_saved_bytes(layer, sizes, setting, weights=trained)
         received_N = received_bytes(layer, sizes, setting, weights=trained)
         for by_mode, own_N in ((kept, kept_N), (received, received_N)):
             of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(of_module.ranks, -1)

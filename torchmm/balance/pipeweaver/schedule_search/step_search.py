@@ -34,7 +34,7 @@ from torchmm.balance.pipeweaver.schedule_search.search import (
     search_orders,
 )
 from torchmm.balance.plan_costs import PlanCosts
-from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import USABLE_MEMORY_FRACTION
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
@@ -182,7 +182,7 @@ class StepSearch:
 def build_limited_search(
     graph: StageGraph, costs: PlanCosts, min_gain: float = MIN_GAIN
 ) -> StepSearch:
-    """Return the search of a step within `MEMORY_SHARE` of the device memory.
+    """Return the search of a step within `USABLE_MEMORY_FRACTION` of the device memory.
 
     If no order fits, ranks may use as much memory as the separated schedule.
 
@@ -193,7 +193,7 @@ def build_limited_search(
         min_gain: Minimum relative gain of a searched order.
     """
     if costs.memory_limit_bytes is not None:
-        limit = round(MEMORY_SHARE * costs.memory_limit_bytes)
+        limit = round(USABLE_MEMORY_FRACTION * costs.memory_limit_bytes)
         step = StepSearch(graph, replace(costs, memory_limit_bytes=limit), min_gain)
         if step.fits:
             return step
