@@ -268,7 +268,7 @@ def test_runtime_launches_planned_pieces(timed):
         overlap = EncoderOverlap(
             plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark
         )
-        context = overlap.active()
+        context = overlap.activate()
         handlers = context.__enter__()
         row = [action for action in program if action.type in COMPUTE]
         inside: dict[tuple[Action, int], int] = {}
@@ -317,6 +317,6 @@ def test_error_in_piece_stops_the_step():
 
     hooks = LayerHooks()
     overlap = EncoderOverlap(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
-    with pytest.raises(ValueError, match="failed piece"), overlap.active() as handlers:
+    with pytest.raises(ValueError, match="failed piece"), overlap.activate() as handlers:
         handlers[llm.type](llm)
     assert not overlap._thread.is_alive()

@@ -40,13 +40,13 @@ def test_constant_and_rate_are_fitted_separately():
         [(flops, 0.4 + 2e-9 * flops) for flops in rng.choices((1e8, 3e8, 9e8), k=12)]
         for _ in range(6)
     ]
-    fit = learned(*steps).fits()[KEY]
+    fit = learned(*steps).fit_lines()[KEY]
     assert fit.constant_ms == pytest.approx(0.4, rel=0.1)
     assert fit.ms_per_flop == pytest.approx(2e-9, rel=0.05)
 
 
 def test_fit_without_constant_has_zero_constant():
-    fit = learned([(flops, 3e-9 * flops) for flops in (1e8, 3e8, 9e8)]).fits()[KEY]
+    fit = learned([(flops, 3e-9 * flops) for flops in (1e8, 3e8, 9e8)]).fit_lines()[KEY]
     assert fit.constant_ms == pytest.approx(0.0, abs=1e-9)
     assert fit.ms_per_flop == pytest.approx(3e-9)
 
@@ -54,14 +54,14 @@ def test_fit_without_constant_has_zero_constant():
 def test_noise_of_uniform_actions_adds_no_constant():
     rng = random.Random(1)
     fit = learned([(1e9 * (1 + 0.001 * rng.random()), 2.0 + rng.gauss(0, 0.05)) for _ in range(16)])
-    assert fit.fits()[KEY].constant_ms < 0.1
+    assert fit.fit_lines()[KEY].constant_ms < 0.1
 
 
 def test_fitted_times_sum_to_measured_time():
     rng = random.Random(2)
     for _ in range(20):
         actions = [(rng.uniform(1e8, 1e9), rng.uniform(0.1, 5.0)) for _ in range(rng.randint(1, 9))]
-        fit = learned(actions).fits()[KEY]
+        fit = learned(actions).fit_lines()[KEY]
         total_ms = sum(fit.constant_ms + fit.ms_per_flop * flops for flops, _ in actions)
         assert total_ms == pytest.approx(sum(ms for _, ms in actions))
         mean_ms = total_ms / len(actions)
