@@ -627,7 +627,9 @@ def add_noise(
                 for image, is_drawn in enumerate(sample.generated)
                 if is_drawn
             ]
-            changed["drawn"] = target_preprocessor.add_noise(microbatch.rank_generator, keys)
+            changed["rank_generator"] = target_preprocessor.add_noise(
+                microbatch.rank_generator, keys
+            )
         microbatches.append(replace(microbatch, **changed))
     return replace(step, microbatches=microbatches)
 

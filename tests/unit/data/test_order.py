@@ -103,7 +103,7 @@ def test_mixture_matches_stride_scheduling(weights):
     assert [f for f, _, _ in drawn] == turns(weights, [None] * 3, 5000)
     for number in range(3):
         samples = [name for name in drawn if name[0] == number]
-        assert samples == feed(number).samples(0, len(samples)).names()
+        assert samples == feed(number).samples(0, len(samples)).sample_keys()
         assert mixture.taken[number] == len(samples)
 
 

@@ -99,7 +99,7 @@ def assert_equal(actual: Microbatch, expected: Microbatch) -> None:
         assert torch.equal(encoder_inputs.pixels, pixels_of(full, images))
     if expected.generator is not None:
         assert actual.generator is not None
-        for key in ("times", "grids_thw", "contexts", "counted"):
+        for key in ("times", "grids_thw", "contexts", "in_loss"):
             assert getattr(actual.generator, key) == getattr(expected.generator, key), key
         places = actual.generator.context_positions_K
         assert torch.equal(places, expected.generator.context_positions_K)

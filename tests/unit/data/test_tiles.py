@@ -302,4 +302,4 @@ def test_tile_pixels_are_independent_of_read_order(opened):
     for ours, again in zip(reversed(backwards), [reader.pixels(*t) for t in tiles], strict=True):
         np.testing.assert_array_equal(ours, again)
     assert len({dataclasses.astuple(image) for _, image in tiles}) == 1
-    assert isinstance(sample.files[0].of.image(), Image.Image)
+    assert isinstance(sample.files[0].parent.image(), Image.Image)

@@ -45,7 +45,14 @@ TOO_LARGE = b"too large"
 TEXT_PART = ""
 """Part of a microbatch with text, which is not specific to a module."""
 TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
-GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
+GENERATOR_LISTS = {
+    "times": "times",
+    "grids_thw": "grids_thw",
+    "contexts": "contexts",
+    "counted": "in_loss",
+    "held": "local_images",
+}
+"""Lists of `GeneratorInputs` in messages: key of the message and field."""
 COUNT_KEYS = ("corrupt", "decoded_media", "read_bytes")
 SCHEMA = pa.schema([(str(number), pa.large_binary()) for number in range(3)])
 MAX_VALUES_BYTES = 8 * 10**6
@@ -142,7 +149,9 @@ def step_messages(step: DecodedStep) -> list[TensorMessage]:
             TensorMessage(values, {"pixels": inputs.pixels, "places": inputs.positions_K})
         )
     if (generator := microbatch.generator) is not None:
-        values = {"part": GENERATOR} | {key: getattr(generator, key) for key in GENERATOR_LISTS}
+        values = {"part": GENERATOR} | {
+            key: getattr(generator, name) for key, name in GENERATOR_LISTS.items()
+        }
         tensors = {"pixels": generator.patches_PV, "places": generator.context_positions_K}
         messages.append(TensorMessage(values, tensors))
     return messages
