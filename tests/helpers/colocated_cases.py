@@ -84,7 +84,7 @@ def random_work(
     ranks: int,
     microbatches: int,
     *,
-    alike: bool,
+    uniform: bool,
     name: str = "vision",
     devices_per_rank=1,
     width=1,
@@ -95,10 +95,10 @@ def random_work(
     blocks = devices.reshape(ranks // stages, stages, -1).transpose(0, 2, 1)
     kernels = rng.choice((1, 3, 8))
     counts = (
-        [1] * microbatches if alike else [rng.choice((0, 1, 1, 2)) for _ in range(microbatches)]
+        [1] * microbatches if uniform else [rng.choice((0, 1, 1, 2)) for _ in range(microbatches)]
     )
     tasks = tuple((m, n) for m, count in enumerate(counts) for n in range(count))
-    each = [1.0 if alike else rng.choice((0.2, 1.0, 1.0, 3.0)) for _ in tasks]
+    each = [1.0 if uniform else rng.choice((0.2, 1.0, 1.0, 3.0)) for _ in tasks]
     base = rng.uniform(0.1, 2.0) / kernels / stages
     shape = np.array([rng.uniform(0.2, 1.5) for _ in range(stages * kernels)])
     forward = base * np.array(each)[:, None, None] * shape.reshape(1, stages, kernels)

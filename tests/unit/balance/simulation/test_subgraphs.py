@@ -45,7 +45,7 @@ class Flat:
     def expand(self, subgraph: Subgraph, begin: int) -> int:
         """Add the operators of a subgraph after `begin`. Return an operator that ends last."""
         starts, ends, last = [], [], {}
-        for part in subgraph.task_count:
+        for part in subgraph.parts:
             after = [begin, *(ends[index] for index in part.after)]
             if part.queue is not None and part.queue in last:
                 after.append(last[part.queue])
