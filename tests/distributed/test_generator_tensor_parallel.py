@@ -62,7 +62,7 @@ CASES = [
 ]
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "timestep gradients are not summed": lambda: patch.object(
-        SequenceSlices, "read", lambda self, values: values
+        SequenceSlices, "use_replicated", lambda self, values: values
     ),
     "gradients of the scale-shift table are not summed": lambda: patch.object(
         LocalNorm, "_apply", lambda self, module, mesh: module

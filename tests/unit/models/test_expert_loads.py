@@ -27,11 +27,11 @@ def test_training_tokens_are_counted_per_layer_and_expert() -> None:
     chosen.clear()
     model.train()
     model(batch)
-    loads_LE = loads.take(torch.device("cpu"))
+    loads_LE = loads.pop_loads(torch.device("cpu"))
     assert loads_LE.shape == (len(routers), 6)
     for loads_E, chosen_TK in zip(loads_LE, chosen, strict=True):
         assert loads_E.tolist() == chosen_TK.flatten().bincount(minlength=6).tolist()
-    assert not loads.take(torch.device("cpu")).any(), "only tokens after the previous call"
+    assert not loads.pop_loads(torch.device("cpu")).any(), "only tokens after the previous call"
 
 
 def test_model_without_experts_has_no_expert_loads() -> None:

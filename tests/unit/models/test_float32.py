@@ -34,7 +34,7 @@ def hugging_face(name: str) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLMS[name]))
         config = AutoConfig.for_model(**COMPOSITES[name])
         config = getattr(config, "thinker_config", config)
-        model_class: Any = COMPOSITE_FAMILIES[config.model_type].model_class
+        model_class: Any = COMPOSITE_FAMILIES[config.model_type].kind
         return model_class._from_config(config)
 
 

@@ -292,9 +292,11 @@ def test_plans_with_lowest_estimate_come_first():
 def test_method_with_less_effort_is_next():
     """Include the time to prepare a simulation, so that few actions do not mean little effort."""
     best = SimpleNamespace(step_ms=100.0)
-    short = MethodSearch("fsdp", started=True, best=best, simulated=20, spent=400, open_ms=90.0)
+    short = MethodSearch(
+        "fsdp", started=True, best=best, simulated=20, simulated_actions=400, open_ms=90.0
+    )
     long = MethodSearch(
-        "separated", started=True, best=best, simulated=1, spent=1_000, open_ms=95.0
+        "separated", started=True, best=best, simulated=1, simulated_actions=1_000, open_ms=95.0
     )
     search = SimpleNamespace(_turns=1, _methods={"fsdp": short, "separated": long}, best_ms=100.0)
     assert searches._PlanSearch._next_method(search) is long
