@@ -71,46 +71,48 @@ def serial_states() -> None:
 
 def freed_inputs() -> None:
     """Reuse the memory of an input before it is copied to the host."""
-    OffloadStreams.wait_for_offload = lambda self, guest: None
+    OffloadStreams.wait_for_offload = lambda self, activation: None
 
 
 def missing_input_wait() -> None:
     """Recompute a layer without waiting for its input."""
-    OffloadStreams.wait_for_prefetch = lambda self, guest: None
+    OffloadStreams.wait_for_prefetch = lambda self, activation: None
 
 
 def inputs_in_used_memory() -> None:
     """Copy an input into memory that is still in use."""
 
-    def bring(self, guest):
-        home, guest.home = guest.home, torch.cuda.Stream()
-        with torch.cuda.stream(home):
-            guest.copy = torch.empty_like(guest.host, device=guest.device)
+    def prefetch(self, activation):
+        compute_stream, activation.compute_stream = activation.compute_stream, torch.cuda.Stream()
+        with torch.cuda.stream(compute_stream):
+            activation.device_copy = torch.empty_like(
+                activation.host_copy, device=activation.device
+            )
         empty_like = torch.empty_like
-        torch.empty_like = lambda *_, **__: guest.copy
+        torch.empty_like = lambda *_, **__: activation.device_copy
         try:
-            original(self, guest)
+            original(self, activation)
         finally:
-            torch.empty_like, guest.home = empty_like, home
+            torch.empty_like, activation.compute_stream = empty_like, compute_stream
 
     original = OffloadStreams.prefetch
-    OffloadStreams.prefetch = bring
+    OffloadStreams.prefetch = prefetch
 
 
 def serial_inputs() -> None:
     """Wait for every copy on the compute stream."""
 
-    def send(self, tensor):
-        guest = original_send(self, tensor)
-        guest.compute_stream.wait_event(guest.offloaded)
-        return guest
+    def offload(self, tensor):
+        activation = original_offload(self, tensor)
+        activation.compute_stream.wait_event(activation.offloaded)
+        return activation
 
-    def bring(self, guest):
-        original_bring(self, guest)
-        guest.home.wait_event(guest.arrived)
+    def prefetch(self, activation):
+        original_prefetch(self, activation)
+        activation.compute_stream.wait_event(activation.prefetched)
 
-    original_send, original_bring = OffloadStreams.offload, OffloadStreams.prefetch
-    OffloadStreams.offload, OffloadStreams.prefetch = send, bring
+    original_offload, original_prefetch = OffloadStreams.offload, OffloadStreams.prefetch
+    OffloadStreams.offload, OffloadStreams.prefetch = offload, prefetch
 
 
 def early_checkpoint() -> None:

@@ -72,7 +72,7 @@ class Read(NamedTuple):
 def text_of(name: str) -> TextConventions:
     """Return the text conventions of a model of `COMPOSITES` for media."""
     config = AutoConfig.for_model(**COMPOSITES[name])
-    return FAMILIES[config.model_type].variant(config).text
+    return FAMILIES[config.model_type].get_components(config).text
 
 
 class OmniSample:

@@ -151,7 +151,7 @@ def test_missing_triton_is_reported_for_cuda(monkeypatch) -> None:
     assert "install the triton package" in find_compiler_problem(AUTO, "cuda")
     assert not find_compiler_problem(AUTO, "cpu")
     assert not find_compiler_problem(CompileConfig(backend="aot_eager"), "cuda")
-    monkeypatch.setattr(compilation, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(compilation, "find_missing_compiler", lambda device: "")
     assert not find_compiler_problem(AUTO, "cuda")
 
 
