@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pyarrow.parquet
 from transformers import AutoTokenizer
 
-from torchmm.common.files import read_prepared
+from torchmm.common.files import read_prepared_manifest
 from torchmm.data.steps.packing import pack_all
 
 FILE = Path(__file__).with_name("gimp_help_documents.json")
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data
-    manifest = read_prepared(data)["gimp_help"]
+    manifest = read_prepared_manifest(data)["gimp_help"]
     tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m", trust_remote_code=False)
     pages = []
     for file in sorted((data / "gimp_help" / "train").glob("*.parquet")):
