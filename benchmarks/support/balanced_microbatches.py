@@ -78,5 +78,5 @@ def _joined_drawings(images: Sequence[GeneratorInputs]) -> GeneratorInputs:
         grids_thw=[grid for image in images for grid in image.grids_thw],
         context_positions_K=torch.cat([image.context_positions_K for image in images]),
         contexts=[context for image in images for context in image.contexts],
-        in_loss=[is_counted for image in images for is_counted in image.in_loss],
+        in_loss=[in_loss for image in images for in_loss in image.in_loss],
     )

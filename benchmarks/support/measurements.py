@@ -12,7 +12,7 @@ def mean_measurements(*measurements: Measurements) -> Measurements:
     first = measurements[0]
     operators = zip(*(measurement.operators for measurement in measurements), strict=True)
     layers = zip(*(measurement.layers for measurement in measurements), strict=True)
-    working = zip(*(measurement.working for measurement in measurements), strict=True)
+    realistic = zip(*(measurement.realistic for measurement in measurements), strict=True)
     return Measurements(
         [TimedOperator(same[0].operator, mean(m.seconds for m in same)) for same in operators],
         {kind: mean(measurement.tiny[kind] for measurement in measurements) for kind in first.tiny},
@@ -22,12 +22,12 @@ def mean_measurements(*measurements: Measurements) -> Measurements:
                 forward_s=mean(w.forward_s for w in same),
                 backward_s=mean(w.backward_s for w in same),
             )
-            for same in working
+            for same in realistic
         ],
         {
             name: measurement._replace(
-                seconds=mean(other.split[name].seconds for other in measurements)
+                seconds=mean(other.parallel[name].seconds for other in measurements)
             )
-            for name, measurement in first.split.items()
+            for name, measurement in first.parallel.items()
         },
     )

@@ -82,7 +82,7 @@ def missing_input_wait() -> None:
 def inputs_in_used_memory() -> None:
     """Copy an input into memory that is still in use."""
 
-    def bring(self, activation):
+    def prefetch(self, activation):
         compute_stream, activation.compute_stream = activation.compute_stream, torch.cuda.Stream()
         with torch.cuda.stream(compute_stream):
             activation.device_copy = torch.empty_like(
@@ -96,23 +96,23 @@ def inputs_in_used_memory() -> None:
             torch.empty_like, activation.compute_stream = empty_like, compute_stream
 
     original = OffloadStreams.prefetch
-    OffloadStreams.prefetch = bring
+    OffloadStreams.prefetch = prefetch
 
 
 def serial_inputs() -> None:
     """Wait for every copy on the compute stream."""
 
-    def send(self, tensor):
-        activation = original_send(self, tensor)
+    def offload(self, tensor):
+        activation = original_offload(self, tensor)
         activation.compute_stream.wait_event(activation.offloaded)
         return activation
 
-    def bring(self, activation):
-        original_bring(self, activation)
+    def prefetch(self, activation):
+        original_prefetch(self, activation)
         activation.compute_stream.wait_event(activation.prefetched)
 
-    original_send, original_bring = OffloadStreams.offload, OffloadStreams.prefetch
-    OffloadStreams.offload, OffloadStreams.prefetch = send, bring
+    original_offload, original_prefetch = OffloadStreams.offload, OffloadStreams.prefetch
+    OffloadStreams.offload, OffloadStreams.prefetch = offload, prefetch
 
 
 def early_checkpoint() -> None:

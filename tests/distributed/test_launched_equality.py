@@ -98,7 +98,7 @@ class CountingAhead(EncoderOverlap):
     def _run_thread(self, pieces: int) -> None:
         super()._run_thread(pieces)
         if pieces != UNLIMITED_PIECES:
-            CountingAhead.executed += pieces - max(0, self._left)
+            CountingAhead.executed += pieces - max(0, self._remaining_pieces)
 
 
 def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, list[str], int, int]]:

@@ -163,9 +163,9 @@ class Comparison:
             chains.append(self.chosen["chain"].recipe)
         forecasts = (
             [self._planned(PLANNED, "fsdp")],
-            [self.simulate_schedule(MEGATRON, chain, "megatron", stages=1) for chain in chains],
+            [self.forecast(MEGATRON, chain, "megatron", stages=1) for chain in chains],
             [
-                *(self.simulate_schedule(CHAIN, chain, "megatron_balanced") for chain in chains),
+                *(self.forecast(CHAIN, chain, "megatron_balanced") for chain in chains),
                 self._planned(CHAIN, "chain"),
             ],
             [self._static(chains)],
@@ -245,7 +245,7 @@ class Comparison:
         """Yield the recipe as it is, if it describes modules in separate segments."""
         parallel = self.recipe.parallel
         if parallel.placement == "interleaved" and parallel.has_module_segments:
-            yield self.simulate_schedule(SEARCHED, self.printed, "searched")
+            yield self.forecast(SEARCHED, self.printed, "searched")
 
     def _printed_colocated(self) -> Iterator[Result | None]:
         """Yield the recipe as it is, if it describes encoders in bubbles with their sizes."""

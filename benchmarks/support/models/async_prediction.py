@@ -56,6 +56,6 @@ def layers_ms(
     model = CostModel(load_profile(device), "bfloat16", {llm.name: execution})
     meta = MicrobatchMeta((SampleMeta("text", 0, tokens),), tokens)
     sizes = llm_sizes([meta], [tokens], padding=True)
-    costs = model.stage_costs(llm, 1, len(llm.layers) - 1, sizes, arrives=True)
+    costs = model.stage_costs(llm, 1, len(llm.layers) - 1, sizes, needs_input_grad=True)
     passes = (costs.forward, costs.backward)
     return sum(float(p.total_ms[0]) for p in passes), sum(float(p.tp_comm_ms[0]) for p in passes)
