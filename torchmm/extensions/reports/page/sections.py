@@ -138,11 +138,11 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
             )
             # In a comparison, a run has one color in all charts. Its curves have different line
             # styles.
-            run_path = list(chart.curves).index(key)
+            curve_index = list(chart.curves).index(key)
             yield {
                 "name": name,
-                "color": run_path if is_single else number,
-                "dash": 0 if is_single else run_path,
+                "color": curve_index if is_single else number,
+                "dash": 0 if is_single else curve_index,
                 "points": points,
             }
 
