@@ -32,7 +32,7 @@ from torchmm.data.sources.index.index_builder import IndexBuilder
 from torchmm.data.sources.index.length_index import MANIFEST, Shard, ShardSizes, read_index
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.feeds import FeedOptions, IndexFeed, Mixture, MixtureStage
-from torchmm.data.steps.plan_steps import PlannedStep, StepPacks, StepPlanner
+from torchmm.data.steps.plan_steps import StepPacks, StepPlanner, StepSamples
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -105,14 +105,14 @@ def own_bytes() -> int:
     return 0
 
 
-def plan_bytes(step: PlannedStep) -> int:
+def plan_bytes(step: StepSamples) -> int:
     """Return the bytes of the arrays of a plan."""
     assert isinstance(step.pack, StepPacks)
     arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.sequences_RMB]
     return sum(array.nbytes for array in arrays)
 
 
-def sample_count(step: PlannedStep) -> int:
+def sample_count(step: StepSamples) -> int:
     """Return the number of samples of all ranks."""
     assert isinstance(step.pack, StepPacks)
     return int(step.pack.starts_P1[-1])
@@ -184,7 +184,7 @@ def names(steps: Sequence[Any]) -> list[Any]:
 
 def _begun(
     directory: Path, replicas: int, state: dict[str, Any] | None = None
-) -> tuple[StepPlanner, PlannedStep]:
+) -> tuple[StepPlanner, StepSamples]:
     steps = steps_of([directory], replicas, state=state)
     return steps, next(steps)
 

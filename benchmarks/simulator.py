@@ -35,7 +35,7 @@ from torchmm.balance.numba_utils import Int64s
 from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.graph_kernels import time_nodes
-from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph, OperatorGraph
 from torchmm.balance.simulation.plan_graph import build_plan_graph
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -144,7 +144,7 @@ def natural_plan(size: Size) -> tuple[PipelinePlan, PlanCosts]:
     return lower_plan(order, graph, {}, sharding="step"), costs
 
 
-def makespan_ps(graph: CompiledGraph, duration_ps: Int64s) -> int:
+def makespan_ps(graph: CompiledOperatorGraph, duration_ps: Int64s) -> int:
     """Return the end of the last operator for new durations, in picoseconds."""
     start_ps = np.zeros_like(duration_ps)
     end_ps = np.empty_like(duration_ps)

@@ -12,11 +12,11 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.common.sequence_slices import BalancedMicrobatch
 from torchmm.data.items import Item
 from torchmm.data.steps.image_balance import assign_images
-from torchmm.data.steps.plan_steps import ImageBalancer
+from torchmm.data.steps.plan_steps import AssignImages
 
 
 def balanced_microbatch(
-    microbatches: Sequence[Microbatch], balance: ImageBalancer, rank: int
+    microbatches: Sequence[Microbatch], balance: AssignImages, rank: int
 ) -> BalancedMicrobatch:
     """Return the microbatch of a rank with the images that it encodes and generates.
 

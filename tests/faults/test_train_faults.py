@@ -93,7 +93,7 @@ def test_sigterm_to_torchrun_saves_and_resumes_exactly(
         wait_for_step(run_dir, 4)
         job.signal(0, signal.SIGTERM)
         job.wait(40)
-        assert job.output().count("Preempted: ") == 1
+        assert job.output().count("PreemptedError: ") == 1
     assert_preempted(run_dir)
     rerun = arguments(run_dir, real_data, **COMMON)
     codes, output = train_server.run(rerun, tmp_path / "again", ranks=2)
@@ -109,7 +109,7 @@ def test_sigterm_to_one_rank_stops_all_together(tmp_path, real_data, undisturbed
     run.kill(1, signal.SIGTERM)
     assert run.wait() == [75, 75]
     output = run.output(0) + run.output(1)
-    assert output.count("Preempted: ") == 1 and "Traceback" not in output
+    assert output.count("PreemptedError: ") == 1 and "Traceback" not in output
     assert_preempted(run_dir)
     assert train_server.run(command, tmp_path / "again", ranks=2)[0] == [0, 0]
     assert_same_end(run_dir, undisturbed)

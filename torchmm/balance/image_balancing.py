@@ -167,7 +167,7 @@ class ImageBalancer:
         return [module.name for module in self.modules]
 
     def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageAssignment:
-        """Return the rank that reads each image (`torchmm.data.steps.plan_steps.ImageBalancer`)."""
+        """Return the rank that reads each image (`torchmm.data.steps.plan_steps.AssignImages`)."""
         owners_I = np.empty_like(homes_I)
         before, after, total = 0.0, 0.0, 0.0
         for number, module in enumerate(self.modules):

@@ -124,7 +124,7 @@ class UploadError(TorchmmError):
     exit_code = 7
 
 
-class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
+class PreemptedError(TorchmmError):
     """The run received a stop signal, saved a checkpoint and exited."""
 
     exit_code = 75

@@ -23,7 +23,7 @@ from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.background_steps import BackgroundSteps
 from torchmm.data.steps.plan_steps import (
     ArrangeSequences,
-    ImageBalancer,
+    AssignImages,
     StepIterator,
     StepPosition,
 )
@@ -44,7 +44,7 @@ def build_loader(  # noqa: PLR0913 - the inputs of a run
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: ArrangeSequences | None = None,
-    balance: ImageBalancer | None = None,
+    balance: AssignImages | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
     reads: DecodeAssignment | None = None,

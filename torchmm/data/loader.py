@@ -54,7 +54,7 @@ class StepBatch:
     """Messages "source[index]: reason" for corrupt samples that this rank has not reported before.
     Only rank 0 lists samples that were corrupt when the step was planned."""
     epoch: float = 0.0
-    """See `PlannedStep`."""
+    """See `StepSamples`."""
     corrupt: dict[str, str] = field(default_factory=dict)
     """Maps "source[index]" to the reason, for samples that this rank could not decode and masked.
     Ranks with the same samples may have different entries (`Loader.mask_corrupt`)."""
@@ -67,7 +67,7 @@ class StepBatch:
     read_bytes: int = 0
     """See `DecodedStep`."""
     imbalance: Mapping[str, Any] = field(default_factory=dict)
-    """See `PlannedStep`."""
+    """See `StepSamples`."""
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
         """Return the sample counts of each stream since the start of the run, by description."""

@@ -37,7 +37,7 @@ from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 from torchmm.common.processes import describe_state, make_worker_setup, start_fork_server
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import BalancedRankSamples, PackItems
-from torchmm.data.steps.plan_steps import PlannedStep, StepIterator
+from torchmm.data.steps.plan_steps import StepIterator, StepSamples
 
 POLL_S = 0.5
 """Seconds between two checks of a waiting caller."""
@@ -116,7 +116,7 @@ class DecodeFunction:
         return step if self._setup is None else step.share_memory()
 
 
-class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
+class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
     """Node that plans steps, decodes them in worker processes and yields both in order.
 
     While a thread runs `next`, other threads may only call `find_failure` and `describe_decoder`.
@@ -152,7 +152,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         self._steps = make_steps(None)
         self.notice = self._steps.notice
         """Message about the loader state from which the run continues."""
-        self._planned: deque[PlannedStep] = deque()
+        self._planned: deque[StepSamples] = deque()
         """Steps that `next` has not returned. The first `_num_queued` are in the queue."""
         self._num_queued = 0
         self._is_planning = False
@@ -181,7 +181,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         if self._workers:
             self._queue_steps()
 
-    def next(self) -> tuple[PlannedStep, DecodedStep]:
+    def next(self) -> tuple[StepSamples, DecodedStep]:
         """Return the next step and the tensors of this rank."""
         assert self._chain is not None
         self._queue_steps()
@@ -206,12 +206,12 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         """Return the loader state of the last step that `next` returned."""
         return self._state
 
-    def peek(self) -> PlannedStep | None:
+    def peek(self) -> StepSamples | None:
         """Plan and return the step that the next call of `next` returns, or None at the end."""
         return self._planned[0] if self._planned or self._plan() else None
 
     @property
-    def planned(self) -> PlannedStep | None:
+    def planned(self) -> StepSamples | None:
         """Step that the next call of `next` returns, or None if it is not planned yet."""
         return self._planned[0] if self._planned else None
 
@@ -297,7 +297,7 @@ class DecodedSteps(BaseNode[tuple[PlannedStep, DecodedStep]]):
         return chain
 
 
-def rank_samples(step: PlannedStep, rank: int) -> list[list[PackItems]] | BalancedRankSamples:
+def rank_samples(step: StepSamples, rank: int) -> list[list[PackItems]] | BalancedRankSamples:
     """Return the samples of a step that a rank decodes."""
     packs = step.ranks[rank]
     return packs if step.rank_images is None else BalancedRankSamples(packs, step.rank_images(rank))

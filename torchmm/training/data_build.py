@@ -24,7 +24,7 @@ from torchmm.data.samples import find_samples
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.data.steps.plan_steps import ArrangeSequences, ImageBalancer
+from torchmm.data.steps.plan_steps import ArrangeSequences, AssignImages
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved_recipe import ResolvedRecipe
@@ -79,7 +79,7 @@ def build_arrangements(
     modules: Sequence[ModuleDescription],
     model_stages: ModelStages,
     device: torch.device,
-) -> tuple[ArrangeSequences | None, ImageBalancer | None]:
+) -> tuple[ArrangeSequences | None, AssignImages | None]:
     """Return the functions that `data.reorder` and `data.balance` request, or None.
 
     The first arranges the sequences of a global batch, the second the images of its microbatches.
@@ -107,7 +107,7 @@ def build_data(  # noqa: PLR0913 - the components of a run
     validation: bool = False,
     for_prompts: bool = False,
     reorder: ArrangeSequences | None = None,
-    balance: ImageBalancer | None = None,
+    balance: AssignImages | None = None,
     samples: SampleSet | None = None,
     reads: DecodeAssignment | None = None,
 ) -> Loader:

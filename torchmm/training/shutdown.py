@@ -37,7 +37,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
 
-from torchmm.common.errors import CheckpointError, ConfigError, PeerError, Preempted, TorchmmError
+from torchmm.common.errors import (
+    CheckpointError,
+    ConfigError,
+    PeerError,
+    PreemptedError,
+    TorchmmError,
+)
 from torchmm.common.files import (
     allocated_bytes,
     canonical_json,
@@ -96,7 +102,7 @@ class StopSignal:
     ) -> Iterator[None]:
         """Raise `StopRequested` in the main thread when a stop signal arrives in this block.
 
-        The exit of this `StopSignal` turns it into `Preempted`. If the process still exists
+        The exit of this `StopSignal` turns it into `PreemptedError`. If the process still exists
         `EXIT_GRACE_S` after the signal, another thread calls `exit_process`. Causes are a C
         extension that does not return to the interpreter, a lost peer, or threads that the exit
         waits for.
@@ -145,8 +151,10 @@ class StopSignal:
             exit_process(_preempted_before_training(signal.Signals(number[0])))
 
 
-def _preempted_before_training(number: signal.Signals) -> Preempted:
-    return Preempted(f"stopped by {number.name} before the first step; no checkpoint is required")
+def _preempted_before_training(number: signal.Signals) -> PreemptedError:
+    return PreemptedError(
+        f"stopped by {number.name} before the first step; no checkpoint is required"
+    )
 
 
 @dataclass(frozen=True)
@@ -315,7 +323,7 @@ def write_failure(
         return
     if isinstance(error, TorchmmError):
         state: Literal["preempted", "failed"] = "failed"
-        if isinstance(error, Preempted):
+        if isinstance(error, PreemptedError):
             state = "preempted"
         status = Status(state, step, rank, error.exit_code, str(error))
         error.reported = not report_status(run_dir, status)

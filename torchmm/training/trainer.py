@@ -15,7 +15,7 @@ from functools import partial
 
 from torch.profiler import record_function
 
-from torchmm.common.errors import PeerError, Preempted
+from torchmm.common.errors import PeerError, PreemptedError
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
 from torchmm.models.source_losses import SourceLosses
@@ -83,7 +83,7 @@ class Trainer:
         """Train until the last step of the recipe, or until a rank receives a stop signal.
 
         Raises:
-            Preempted: A rank received a stop signal. The last finished step is saved.
+            PreemptedError: A rank received a stop signal. The last finished step is saved.
             TorchmmError: The run failed, see the subclasses.
         """
         with closing_on_exit(self.close), self.components.checkpoints:
@@ -91,7 +91,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.finish()
         if self.step < self.components.run.recipe.training.steps:
-            raise Preempted(
+            raise PreemptedError(
                 stop_message(self.step, without_data, self.components.checkpoints.status_warning)
             )
 

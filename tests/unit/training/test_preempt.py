@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchmm.common.errors import Preempted
+from torchmm.common.errors import PreemptedError
 from torchmm.common.files import allocated_bytes
 from torchmm.training import shutdown as preempt
 from torchmm.training.shutdown import (
@@ -65,7 +65,7 @@ def test_second_signal_after_exit_is_ignored(handlers):
 
 @pytest.mark.parametrize("swallowed", [False, True])
 def test_early_signal_raises_preempted(handlers, swallowed):
-    early = pytest.raises(Preempted, match="stopped by SIGINT before the first step")
+    early = pytest.raises(PreemptedError, match="stopped by SIGINT before the first step")
     with early, StopSignal() as stop, stop.interrupt_main_thread(pytest.fail):
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -76,7 +76,7 @@ def test_early_signal_raises_preempted(handlers, swallowed):
 
 
 def test_signal_before_interrupting_raises_preempted(handlers):
-    with pytest.raises(Preempted), StopSignal() as stop:
+    with pytest.raises(PreemptedError), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         with stop.interrupt_main_thread(pytest.fail):
             pytest.fail("the block was entered")
@@ -91,7 +91,11 @@ def test_early_error_without_signal_is_raised(handlers):
 def test_blocked_early_stop_calls_exit(handlers, monkeypatch):
     monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
     ended = []
-    with pytest.raises(Preempted), StopSignal() as stop, stop.interrupt_main_thread(ended.append):
+    with (
+        pytest.raises(PreemptedError),
+        StopSignal() as stop,
+        stop.interrupt_main_thread(ended.append),
+    ):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:

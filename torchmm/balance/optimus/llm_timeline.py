@@ -35,7 +35,7 @@ from torchmm.balance.optimus.idle_intervals import (
 )
 from torchmm.balance.picoseconds import SimulationError, to_picoseconds
 from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph, OperatorGraph
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder, UnshardMode
@@ -98,7 +98,7 @@ class LlmTimeline:
     encoder_reduce_ps: Int64s
     overlaps_reduction: bool
     pieces: ActionPieces
-    compiled: CompiledGraph
+    compiled: CompiledOperatorGraph
     nodes: dict[Action, int]
 
     @property

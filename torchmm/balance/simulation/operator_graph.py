@@ -89,7 +89,7 @@ class OperatorGraph:
         self._sources.append(before)
         self._targets.append(after)
 
-    def compile(self) -> CompiledGraph:
+    def compile(self) -> CompiledOperatorGraph:
         """Return the graph as arrays, ready to be timed.
 
         Raises:
@@ -110,7 +110,7 @@ class OperatorGraph:
         ]
         sources, targets = edges[:, known]
         try:
-            graph = CompiledGraph.build(
+            graph = CompiledOperatorGraph.build(
                 durations.astype(np.int64), sources, targets, tuple(self._names)
             )
         except SimulationError as error:
@@ -135,7 +135,7 @@ class OperatorGraph:
 
 
 @dataclass(frozen=True)
-class CompiledGraph:
+class CompiledOperatorGraph:
     """Graph as arrays in topological order. The position of an operator is its index in this order.
 
     Attributes:
@@ -158,7 +158,7 @@ class CompiledGraph:
     @classmethod
     def build(
         cls, duration_ps: Int64s, sources: Int32s, targets: Int32s, names: tuple[str, ...] = ()
-    ) -> CompiledGraph:
+    ) -> CompiledOperatorGraph:
         """Sort operators along their edges.
 
         Args:

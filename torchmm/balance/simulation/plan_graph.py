@@ -33,7 +33,7 @@ from typing import NamedTuple
 from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulation.launch_effects import compute_launch_effects
-from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph, OperatorGraph
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -85,7 +85,7 @@ class PlanGraph:
         transfers: Operator of each transfer.
     """
 
-    graph: CompiledGraph
+    graph: CompiledOperatorGraph
     actions: list[PlanAction]
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]

@@ -21,7 +21,7 @@ from typing import Literal
 from torchmm.common.errors import TorchmmError
 from torchmm.common.step_process import END_OF_STEPS, RequestStatus, RestartingProcess, StepProcess
 from torchmm.data.items import RankImages
-from torchmm.data.steps.plan_steps import PlannedStep, StepIterator, StepPosition
+from torchmm.data.steps.plan_steps import StepIterator, StepPosition, StepSamples
 
 TIMEOUT_S = 20.0
 """Seconds after which a process without a result is considered hung."""
@@ -41,7 +41,7 @@ class _RankStepHandler:
 
     def __call__(
         self, request: None, progress: RequestStatus
-    ) -> PlannedStep | Literal["end"] | Exception:
+    ) -> StepSamples | Literal["end"] | Exception:
         try:
             if self._steps is None:
                 self._steps = self._make_steps(self._position)
@@ -81,7 +81,7 @@ class BackgroundSteps:
         self._steps: StepIterator | None = make_steps(position)
         self.notice = self._steps.notice
         """Message about the state before the first step."""
-        self._process = RestartingProcess[PlannedStep | Literal["end"]](
+        self._process = RestartingProcess[StepSamples | Literal["end"]](
             lambda: StepProcess(_RankStepHandler(self._make_steps, self._position), "reordering"),
             logger,
             task="reordering a step",
@@ -93,11 +93,11 @@ class BackgroundSteps:
     def __iter__(self) -> BackgroundSteps:
         return self
 
-    def __next__(self) -> PlannedStep:
+    def __next__(self) -> StepSamples:
         result = self._process.take(self._number + 1, TIMEOUT_S)
         if result == END_OF_STEPS:
             raise StopIteration
-        if isinstance(result, PlannedStep):
+        if isinstance(result, StepSamples):
             step = result
             self._advance(step)
         else:
@@ -116,6 +116,6 @@ class BackgroundSteps:
         """Kill the process."""
         self._process.close()
 
-    def _advance(self, step: PlannedStep) -> None:
+    def _advance(self, step: StepSamples) -> None:
         """Set the position after a step, at which planning continues."""
         self._position = self._position._replace(state=step.state, resume_changed=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchmm.common.batch import ImageAssignment, ImageSizes, Imbalance, concatenate_ranges
 from torchmm.data.items import AssignedSample, PackItems, RankImages
-from torchmm.data.steps.plan_steps import ImageBalancer, PlannedStep, StepIterator, StepPacks
+from torchmm.data.steps.plan_steps import AssignImages, StepIterator, StepPacks, StepSamples
 from torchmm.data.steps.shuffling import Int64s
 
 
@@ -28,7 +28,7 @@ class ImageBalancedSteps:
         balance: Assigns the images of one microbatch of all ranks.
     """
 
-    def __init__(self, steps: StepIterator, balance: ImageBalancer) -> None:
+    def __init__(self, steps: StepIterator, balance: AssignImages) -> None:
         self._steps, self._balance = steps, balance
 
     def __iter__(self) -> ImageBalancedSteps:
@@ -39,7 +39,7 @@ class ImageBalancedSteps:
         """Message about the starting position."""
         return self._steps.notice
 
-    def __next__(self) -> PlannedStep:
+    def __next__(self) -> StepSamples:
         return balance_images(next(self._steps), self._balance)
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class ImageBalancedSteps:
         self._steps.close()
 
 
-def balance_images(step: PlannedStep, balance: ImageBalancer) -> PlannedStep:
+def balance_images(step: StepSamples, balance: AssignImages) -> StepSamples:
     """Return the step with the images that each rank encodes and generates."""
     packs = step.pack
     assert isinstance(packs, StepPacks)
@@ -119,7 +119,7 @@ class AssignedImages:
 
 
 def assign_images(
-    sizes: ImageSizes, homes_S: Int64s, balance: ImageBalancer, ranks: int
+    sizes: ImageSizes, homes_S: Int64s, balance: AssignImages, ranks: int
 ) -> AssignedImages:
     """Assign the images of one microbatch of all ranks to ranks.
 

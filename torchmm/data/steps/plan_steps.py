@@ -48,7 +48,7 @@ ArrangeSequences = Callable[[Sequence[MicrobatchMeta]], SequenceAssignment]
 """Assigns the sequences of a global batch, one microbatch each, to ranks and microbatches."""
 
 
-class ImageBalancer(Protocol):
+class AssignImages(Protocol):
     """Assignment of images to data-parallel ranks."""
 
     @property
@@ -84,7 +84,7 @@ class StepPosition(NamedTuple):
     state: dict[str, Any] | None = None
     arrange: ArrangeSequences | None = None
     resume_changed: bool = False
-    balance: ImageBalancer | None = None
+    balance: AssignImages | None = None
 
 
 class StepIterator(Protocol):
@@ -95,7 +95,7 @@ class StepIterator(Protocol):
         """Message about the loader state before the first step."""
         ...
 
-    def __next__(self) -> PlannedStep: ...
+    def __next__(self) -> StepSamples: ...
 
     def close(self) -> None:
         """Stop processes that plan steps."""
@@ -138,7 +138,7 @@ def _image_sizes_of_items(
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class StepSamples:
     """Optimizer step of all data-parallel ranks."""
 
     pack: Callable[[int], PackItems]
@@ -211,8 +211,8 @@ def packing_order(training: TrainingConfig, data_parallel_size: int) -> Int64s:
 
 
 def arrange_step(
-    plan: PlannedStep, arrange: ArrangeSequences, training: TrainingConfig
-) -> PlannedStep:
+    plan: StepSamples, arrange: ArrangeSequences, training: TrainingConfig
+) -> StepSamples:
     """Return the step with sequences reassigned to ranks and microbatches.
 
     Args:
@@ -309,7 +309,7 @@ class StepPlanner:
     def __iter__(self) -> StepPlanner:
         return self
 
-    def __next__(self) -> PlannedStep:
+    def __next__(self) -> StepSamples:
         packer = self._packer
         skipped: list[str] = []
         self._steps += 1
@@ -329,7 +329,7 @@ class StepPlanner:
         sequences_RMB = packing_order(self._training, self._data_parallel_size)
         unused, _ = self._unused_samples()
         epoch = self._mixture.epoch(unused)
-        plan = PlannedStep(packs, sequences_RMB, skipped, self._state(), epoch)
+        plan = StepSamples(packs, sequences_RMB, skipped, self._state(), epoch)
         return plan if self._arrange is None else arrange_step(plan, self._arrange, self._training)
 
     def _pack_best_fit(self, packer: BestFitPacker, skipped: list[str]) -> None:

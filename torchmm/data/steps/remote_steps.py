@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from torchmm.data.items import PackItems
 from torchmm.data.steps.image_balance import balance_images
 from torchmm.data.steps.plan_steps import (
-    PlannedStep,
     StepIterator,
     StepPosition,
+    StepSamples,
     arrange_step,
     item_key,
     packing_order,
@@ -63,9 +63,9 @@ class StepPart(NamedTuple):
 
     Attributes:
         packs: Sequences by number.
-        skipped: See `PlannedStep`.
-        state: See `PlannedStep`.
-        epoch: See `PlannedStep`.
+        skipped: See `StepSamples`.
+        state: See `StepSamples`.
+        epoch: See `StepSamples`.
         notice: Message about the state before the step.
     """
 
@@ -114,7 +114,7 @@ class StepPlanServer:
         self._max_iterators = max_iterators
         self._lock = threading.Lock()
         # The keys are digests of the preceding state. The least recently used entry is first.
-        self._steps: OrderedDict[str, tuple[PlannedStep | None, str]] = OrderedDict()
+        self._steps: OrderedDict[str, tuple[StepSamples | None, str]] = OrderedDict()
         self._iterators: OrderedDict[str, StepIterator] = OrderedDict()
 
     def part(self, request: StepRequest) -> StepPart | None:
@@ -140,7 +140,7 @@ class StepPlanServer:
             packs = {n: [i._replace(record=None) for i in pack] for n, pack in packs.items()}
         return StepPart(packs, step.skipped, step.state, step.epoch, notice)
 
-    def _plan(self, request: StepRequest) -> tuple[PlannedStep | None, str]:
+    def _plan(self, request: StepRequest) -> tuple[StepSamples | None, str]:
         notice = ""
         iterator = self._iterators.pop(request.after, None)
         if iterator is None:
@@ -206,7 +206,7 @@ class RemoteSteps:
             self._first_part = self._next_part()
         return self._first_part.notice if self._first_part else ""
 
-    def __next__(self) -> PlannedStep:
+    def __next__(self) -> StepSamples:
         self._has_started = True
         part = self._first_part or self._next_part()
         self._first_part = None
@@ -214,7 +214,7 @@ class RemoteSteps:
             raise StopIteration
         request_part = partial(self._request_part, self._state, self._resume_changed)
         packs = LazyPacks(part.packs, request_part)
-        plan = PlannedStep(packs, self._places_RMB, part.skipped, part.state, part.epoch)
+        plan = StepSamples(packs, self._places_RMB, part.skipped, part.state, part.epoch)
         self._state = part.state
         self._resume_changed = False  # The process returned this state for its own data.
         if self._arrange is not None:
@@ -227,8 +227,8 @@ class RemoteSteps:
         return plan
 
     def _with_records(
-        self, plan: PlannedStep, packs: LazyPacks, request_part: RequestPacks
-    ) -> PlannedStep:
+        self, plan: StepSamples, packs: LazyPacks, request_part: RequestPacks
+    ) -> StepSamples:
         """Return a step with the records of the samples that this rank decodes."""
         rank_images = [] if plan.rank_images is None else plan.rank_images(self._rank)
         read = {item_key(sample.item) for images in rank_images for sample in images.samples}

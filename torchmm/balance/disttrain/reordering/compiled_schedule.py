@@ -29,7 +29,7 @@ import numpy as np
 
 from torchmm.balance.disttrain.reordering.compiled_schedule_kernels import ScheduleTables
 from torchmm.balance.numba_utils import Float64s, Int64s, Uint64s
-from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph, OperatorGraph
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -158,7 +158,9 @@ def compile_schedule(order: ComputeOrder, graph: StageGraph) -> CompiledSchedule
     )
 
 
-def _sort_by_slot(graph: CompiledGraph, slot_of: Int64s) -> tuple[Int64s, Int64s, Uint64s, Uint64s]:
+def _sort_by_slot(
+    graph: CompiledOperatorGraph, slot_of: Int64s
+) -> tuple[Int64s, Int64s, Uint64s, Uint64s]:
     """Sort operators by the last slot on which they depend.
 
     Returns:

@@ -31,7 +31,7 @@ import numpy as np
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.schedule_search.order_timing import step_operators
-from torchmm.balance.simulation.operator_graph import CompiledGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph
 from torchmm.pipelining.plan.actions import ActionType
 
 
@@ -51,8 +51,8 @@ def _preemptive_bound_ps(dispatcher: Dispatcher) -> int:
     """
     durations, sources, targets = step_operators(dispatcher.tables)
     count = len(dispatcher.actions)
-    heads = CompiledGraph.build(durations, sources, targets).times_ps()[0][:count]
-    tails = CompiledGraph.build(durations, targets, sources).times_ps()[0][:count]
+    heads = CompiledOperatorGraph.build(durations, sources, targets).times_ps()[0][:count]
+    tails = CompiledOperatorGraph.build(durations, targets, sources).times_ps()[0][:count]
     duration = durations[:count]
     bound = int((heads + duration + tails).max(initial=0))
     ranks = dispatcher.tables.queue // 2
@@ -128,7 +128,7 @@ def _equal_ranks_bound_ps(dispatcher: Dispatcher) -> int:
         if tables.segment[a] == 0 and actions[a].type is ActionType.F
     )
     by_microbatch: dict[int, list[int]] = {}
-    for action in CompiledGraph.build(*step_operators(tables)).operator_at.tolist():
+    for action in CompiledOperatorGraph.build(*step_operators(tables)).operator_at.tolist():
         if action < len(actions):
             by_microbatch.setdefault(actions[action].microbatch, []).append(action)
     forwards, backwards = [], []

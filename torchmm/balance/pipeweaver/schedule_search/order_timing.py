@@ -16,7 +16,7 @@ from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError
 from torchmm.balance.pipeweaver.schedule_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.schedule_search.dispatcher_kernel import DispatchTables
 from torchmm.balance.simulation.graph_kernels import group_edges
-from torchmm.balance.simulation.operator_graph import CompiledGraph
+from torchmm.balance.simulation.operator_graph import CompiledOperatorGraph
 from torchmm.pipelining.plan.plan import ComputeOrder
 
 
@@ -49,7 +49,7 @@ def time_order(dispatcher: Dispatcher, order: ComputeOrder) -> OrderTime:
         )
     tables = dispatcher.tables
     try:
-        graph = CompiledGraph.build(*step_operators(tables, flat))
+        graph = CompiledOperatorGraph.build(*step_operators(tables, flat))
     except SimulationError:
         raise ValueError("ranks wait for each other in this order") from None
     end_ps = graph.times_ps()[1][: len(flat)].max(initial=0)
