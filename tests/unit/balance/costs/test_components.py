@@ -11,7 +11,7 @@ from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs import components
-from torchmm.costs.components import Component, Temporaries
+from torchmm.costs.components import LayerComponent, TemporaryBytes
 from torchmm.costs.devices import Device
 from torchmm.costs.execution import Execution
 from torchmm.costs.flops import microbatch_flops
@@ -26,7 +26,7 @@ MIXED = replace(PLAIN, activation="made up")
 """Layer with the additional component."""
 
 
-class MadeUp(Component):
+class MadeUp(LayerComponent):
     """Recurrence with one linear layer, as an example of a new layer type."""
 
     is_residual_branch = True
@@ -48,8 +48,8 @@ class MadeUp(Component):
     def saved_bytes(self, sizes: TaskSizes, setting: object, weights: bool) -> np.ndarray:
         return 10_000 * sizes.units_N
 
-    def temporaries(self, sizes: TaskSizes, setting: object) -> Temporaries:
-        return Temporaries(1e6 * sizes.units_N, 0.0)
+    def temporaries(self, sizes: TaskSizes, setting: object) -> TemporaryBytes:
+        return TemporaryBytes(1e6 * sizes.units_N, 0.0)
 
 
 def module(layer: LayerDescription) -> ModuleDescription:
