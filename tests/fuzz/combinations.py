@@ -204,7 +204,7 @@ def _check_model(recipe: Recipe, world: int) -> None:
 
 
 _STUBS = {
-    "first_step": lambda *_: [],
+    "read_first_step": lambda *_: [],
     "choose_segments": lambda run, *_: run.recipe.parallel,
 }
 _MODELS: dict[str, Any] = {}

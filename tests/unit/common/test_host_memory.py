@@ -8,11 +8,11 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from torchmm.common.processes import keep_freed_memory
+from torchmm.common.processes import set_malloc_retention
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    set_malloc_retention()
 
 def use(size=40 << 20):
     block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))

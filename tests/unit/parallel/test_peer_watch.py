@@ -94,7 +94,7 @@ def test_process_with_blocked_main_thread_is_terminated(guarded, raises, phase, 
         import ctypes, os, sys
         from pathlib import Path
         from torchmm.parallel.health import watchdog, peers as health
-        health.PeerWatch.__init__.__defaults__ = (0.3, 0.1)
+        health.PeerWatchdog.__init__.__defaults__ = (0.3, 0.1)
         health.SideGroup.size = property(lambda self: 2, lambda self, size: None)
         def end(error):
             print(error, flush=True)
