@@ -102,7 +102,7 @@ def test_registered_component_adds_all_costs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_layers_consist_of_registered_components() -> None:
     names = [type(c).__name__ for c in components.layer_components(PLAIN)]
-    assert names == ["Attention", "Heads", "FeedForward"]
+    assert names == ["Attention", "HeadTransforms", "FeedForward"]
     experts = replace(PLAIN, experts=8, cross_attention=True)
     names = [type(c).__name__ for c in components.layer_components(experts)]
-    assert names == ["Attention", "CrossAttention", "Heads", "Experts"]
+    assert names == ["Attention", "CrossAttention", "HeadTransforms", "Experts"]
