@@ -9,7 +9,7 @@ from itertools import product
 
 from support.cases.plain_methods import SIZES, Option, recomputing, simulate_plain, with_values
 from support.papers.paper_cells import in_one_chain
-from torchmm.balance.costs.profiles import Profile
+from torchmm.balance.costs.profiles import DeviceProfile
 from torchmm.balance.recipe_simulation.step_simulator import StepSample
 from torchmm.recipe.recipe import Recipe
 
@@ -18,7 +18,7 @@ SCHEDULES = ("megatron_balanced", "separated")
 
 
 def hand_pipelines(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample
+    recipe: Recipe, gpus: int, profile: DeviceProfile, sample: StepSample
 ) -> tuple[Option, str] | None:
     """Return the fastest plan that fits and its sizes in words; None if there is none.
 

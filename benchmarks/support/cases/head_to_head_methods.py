@@ -20,7 +20,7 @@ from support.cases.plain_methods import (
 from support.models.kernel_steps import optimus_kernels
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.profiles import Profile
+from torchmm.balance.costs.profiles import DeviceProfile
 from torchmm.balance.costs.step_costs import compute_plan_costs
 from torchmm.balance.pipeweaver.activation_checkpointing.recompute_costs import (
     compute_plan_costs_with_recompute,
@@ -124,7 +124,7 @@ class Comparison:
         budget_s: Time limit of the planner in seconds.
     """
 
-    def __init__(self, recipe: Recipe, gpus: int, profile: Profile, budget_s: float) -> None:
+    def __init__(self, recipe: Recipe, gpus: int, profile: DeviceProfile, budget_s: float) -> None:
         self.recipe = with_values(recipe, "data", reorder="none", balance="none")
         self.gpus, self.profile = gpus, profile
         self.sample = StepSample(recipe)

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from support.papers.paper_cells import in_one_chain
-from torchmm.balance.costs.profiles import Profile
+from torchmm.balance.costs.profiles import DeviceProfile
 from torchmm.balance.recipe_simulation.step_simulator import (
     SimulatedStepReport,
     StepSample,
@@ -106,7 +106,7 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
 
 
 def simulate_plain(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample
+    recipe: Recipe, gpus: int, profile: DeviceProfile, sample: StepSample
 ) -> Option | None:
     """Return the forecast of a recipe; None if the recipe is not valid or has no plan."""
     if check_recipe(recipe, gpus):
@@ -123,7 +123,7 @@ def simulate_plain(
 def plain_options(
     recipe: Recipe,
     gpus: int,
-    profile: Profile,
+    profile: DeviceProfile,
     sample: StepSample,
     method: str,
     sharded: Sequence[Option] | None = None,
@@ -161,7 +161,7 @@ def plain_options(
 
 
 def reordered_option(
-    options: Sequence[Option], gpus: int, profile: Profile, sample: StepSample
+    options: Sequence[Option], gpus: int, profile: DeviceProfile, sample: StepSample
 ) -> Option | None:
     """Return the fastest of the best plans with sequences reordered over ranks; None: no plan."""
     tried = [
@@ -176,7 +176,7 @@ def reordered_option(
 
 
 def best_plain(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample
+    recipe: Recipe, gpus: int, profile: DeviceProfile, sample: StepSample
 ) -> dict[str, Option | None]:
     """Return the fastest plan of FSDP2, of HSDP, and of either with reordered sequences."""
     by_method = {FSDP2: plain_options(recipe, gpus, profile, sample, FSDP2)}
