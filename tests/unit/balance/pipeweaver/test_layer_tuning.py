@@ -61,7 +61,7 @@ BOTH = frozenset({"vision", "llm"})
 CASES = [
     Case("tuned", pipeline=2, encoder="clip", tied=False),
     Case("windows", pipeline=2, encoder="qwen2_5_vl", freeze=("llm",), tied=False),
-    Case("frozen encoder", pipeline=3, encoder="siglip2", freeze=("vision",), tied=False),
+    Case("frozen tower", pipeline=3, encoder="siglip2", freeze=("vision",), tied=False),
 ]
 
 
