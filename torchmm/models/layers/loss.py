@@ -125,8 +125,8 @@ def cross_entropy_in_chunks(
         rows_ND = rows_LD[chunk].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
             # Not `[0]`, whose backward copies the gradient of all logits.
-            logits_NV = compute_logits(rows_ND[None]).squeeze(0)
-            loss = _cross_entropy(logits_NV, targets_L[chunk], rows)
+            # A variable would keep the logits until those of the next chunk are computed.
+            loss = _cross_entropy(compute_logits(rows_ND[None]).squeeze(0), targets_L[chunk], rows)
             if rows_gradient_LD is not None:
                 (rows_gradient_LD[chunk],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
