@@ -202,7 +202,7 @@ def state_bytes(count: StageParameters, data: int, compute_bytes: int = 2) -> in
         compute_bytes: Bytes per parameter in the compute dtype.
     """
     sharded = (count.weight_bytes + count.optimizer_bytes) / data
-    return round(compute_bytes * count.all + count.gradient_bytes + sharded)
+    return round(compute_bytes * count.total + count.gradient_bytes + sharded)
 
 
 def _divisors(number: int) -> list[int]:

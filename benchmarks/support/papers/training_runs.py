@@ -261,7 +261,7 @@ def _recomputed_shares(run: Run, sample: StepSample, model: CostModel) -> tuple[
     layer = module.layers[0]
     execution = model.executions[module.name]
     sizes = llm_sizes(sample.packs[:1], [run.sequence], padding=True)
-    operators = layer_operators(layer, sizes, model.setting(module, 1)).again
+    operators = layer_operators(layer, sizes, model.setting(module, 1)).recomputed
     times: dict[str, list[float]] = {"matmul": [], "attention": []}
     for operator in operators:
         if operator.kind in times:

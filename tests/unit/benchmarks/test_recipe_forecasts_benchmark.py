@@ -45,7 +45,7 @@ def benchmark(monkeypatch):
 def test_results_of_dry_run_are_written_to_table(benchmark, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('name = "small"' + RECIPE)
-    rows = benchmark.simulate_schedule(path)
+    rows = benchmark.forecast(path)
     assert [row.metric for row in rows] == ["exit code", "iteration", "MFU", "peak memory per GPU"]
     assert rows[0].met and rows[1].ours > 0 and {row.kind for row in rows[1:]} == {"simulated"}
     lines = benchmark.with_figures(TABLE, rows).split("\n")
@@ -64,7 +64,7 @@ def test_candidates_are_compared_with_recipe(benchmark, tmp_path, monkeypatch):
         "never": ("--parallel.tensor=3",),
     }
     monkeypatch.setattr(benchmark, "CANDIDATES", settings)
-    as_is = benchmark.simulate_schedule(path)
+    as_is = benchmark.forecast(path)
     rows = benchmark.candidate_rows(path, as_is)
     assert [row.metric for row in rows] == ["iteration, two", "peak memory per GPU, two"]
     assert [row.baseline for row in rows] == [as_is[1].ours, as_is[3].ours]
@@ -74,7 +74,7 @@ def test_candidates_are_compared_with_recipe(benchmark, tmp_path, monkeypatch):
 def test_failed_plan_has_exit_code_only(benchmark, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('name = "small"' + RECIPE + "\n[parallel]\npipeline = 3\n")
-    (row,) = benchmark.simulate_schedule(path)
+    (row,) = benchmark.forecast(path)
     assert (row.ours, row.met) == (2, False)
 
 

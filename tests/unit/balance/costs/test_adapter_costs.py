@@ -86,7 +86,7 @@ def test_adapter_gradients_and_states(method: str) -> None:
         for trained in (False, True)
     }
     full = stage_parameters(module, 0, len(module.layers))
-    assert (full.all, full.trained) == (expected[False], expected[True])
+    assert (full.total, full.trained) == (expected[False], expected[True])
     half = stage_parameters(module, 0, len(module.layers), tensor=2)
     unsharded_factors = sum(  # A of column-parallel layers, B of row-parallel layers
         adapter.rank * adapter.inputs

@@ -218,7 +218,7 @@ def test_python_overhead_of_parallelism_is_fitted(device: str) -> None:
     faster = {name: layers._replace(seconds=1e-9) for name, layers in split.items()}
     faster["whole"] = split["whole"]
     profile = fit_profile(
-        replace(timings, split=faster), base, "float32", "", use_measured_peaks=False
+        replace(timings, parallel=faster), base, "float32", "", use_measured_peaks=False
     )
     assert all(profile.call_us[kind] == 0 for kind in host_us)  # type: ignore[index]
 

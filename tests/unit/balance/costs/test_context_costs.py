@@ -105,7 +105,7 @@ def test_encoder_time_follows_rank_with_most_patches() -> None:
         assert tasks.unpadded_sizes.inputs_N.sum() == 32 + 4 * (parts[1] > 0)
     llm = module_tasks(graph, LLM, metas, [10, 10])
     assert llm.sizes.units_N.tolist() == [20, 20]
-    assert llm.useful.units_N.tolist() == [40, 40]
+    assert llm.unpadded_sizes.units_N.tolist() == [40, 40]
 
 
 class SharedLayer(RealLayer):

@@ -238,7 +238,9 @@ def test_gradients_reduced_per_microbatch_are_sharded() -> None:
     sizes = [model.static_bytes(LLM, 0, 4, layerwise=True) for model in (once, each)]
     assert sizes[0] - sizes[1] == saved
     assert each.static_bytes(LLM, 0, 4) == once.static_bytes(LLM, 0, 4)  # gathered once per step
-    assert each.setting(LLM, 4).accumulated == 0 < once.setting(LLM, 4).accumulated
+    assert (
+        each.setting(LLM, 4).accumulated_fraction == 0 < once.setting(LLM, 4).accumulated_fraction
+    )
 
 
 def test_gather_and_reduce_times() -> None:
@@ -329,11 +331,11 @@ def test_optimizer_states_use_storage_dtype():
     narrow = model(weight=2.0, moments=4.0, layer_moments=2.0)
     assert narrow.static_bytes(LLM, 1, 3) == (2 + 4 + 2) * count
     full = stage_parameters(LLM, 0, 4)
-    outside = full.all - sum(layer_parameters(layer) for layer in LLM.layers)
-    assert narrow.static_bytes(LLM, 0, 4) == 8 * full.all + 2 * outside
+    outside = full.total - sum(layer_parameters(layer) for layer in LLM.layers)
+    assert narrow.static_bytes(LLM, 0, 4) == 8 * full.total + 2 * outside
     plain_ms = model().update_ms(LLM, 1, 3)
-    assert model(orthogonal=True).update_ms(LLM, 1, 3) > plain_ms
-    assert model(updated=56.0).update_ms(LLM, 1, 3) > plain_ms
+    assert model(uses_muon=True).update_ms(LLM, 1, 3) > plain_ms
+    assert model(update_traffic=56.0).update_ms(LLM, 1, 3) > plain_ms
 
 
 def test_offloaded_states_add_transfer_time():
@@ -358,17 +360,22 @@ def test_update_memory():
         return CostModel(PROFILE, dtype, {"llm": execution}).update_bytes(LLM, 1, 3)
 
     assert update_bytes() == (16 * count / 4, 0)  # in place
-    small = {"portion": 1000, "copy": 4.0, "moment_copy": 4.0, "rounding": 8.0}
+    small = {
+        "update_chunk": 1000,
+        "float32_copy": 4.0,
+        "float32_moment_copy": 4.0,
+        "rounding_buffer": 8.0,
+    }
     assert update_bytes(weight=2.0, moments=4.0, layer_moments=4.0, **small) == (
         8 * count / 4,
         1000 * (4 + 8 + 8),
     )
     # Offloaded moments have three buffers.
-    assert update_bytes(portion=1000, visiting=8.0) == (16 * count / 4, 3 * 1000 * 8)
+    assert update_bytes(update_chunk=1000, offloaded_moments=8.0) == (16 * count / 4, 3 * 1000 * 8)
     # The largest round has three matrices of 64 x 160 and the first matrix of the next layer:
     # shards of the updates, the gathered updates, four of the largest matrix, and a square.
     together = 3 * 64 * 160 + 64 * 64
-    workspace = update_bytes(orthogonal=True, layer_moments=4.0)[1]
+    workspace = update_bytes(uses_muon=True, layer_moments=4.0)[1]
     assert workspace == 4 * (together / 4 + together + 4 * 64 * 160 + 64**2)
 
 

@@ -189,7 +189,7 @@ def test_disaggregated_reordering_uses_executed_schedule() -> None:
             batch = packs(16, seed=seed)
             forward_SN, backward_SN = reordering.stage_times(batch)
 
-            natural = np.arange(16).reshape(2, reordering._waves, -1)
+            natural = np.arange(16).reshape(2, reordering._llm_replicas, -1)
             default_order_ms, reordered_ms = (
                 makespans_ms(
                     program, forward_SN[:, at].swapaxes(0, 1), backward_SN[:, at].swapaxes(0, 1)

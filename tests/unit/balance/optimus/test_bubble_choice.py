@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from test_optimus import random_step
 
+from torchmm.balance.optimus.action_order import best_optimus_step
 from torchmm.balance.optimus.schedule_selection import select_schedules
 from torchmm.balance.pipeweaver.schedule_search.search import SearchBudget
 from torchmm.balance.schedules import plan_with_costs, relative_costs, search_optimus_orders
@@ -42,7 +43,7 @@ def test_chosen_plan_is_the_shortest():
         assert chosen_ms == best.simulated.makespan_ms
         simulated_ms = {
             kind: makespan_ms(
-                select_schedules(graph, costs, granularity=kind, **options), chosen_costs, sharding
+                best_optimus_step(graph, costs, granularity=kind, **options), chosen_costs, sharding
             )
             for kind in ("coarse", "fine")
         }

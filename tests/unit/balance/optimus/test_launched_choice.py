@@ -64,7 +64,7 @@ def test_launches_are_chosen_if_step_is_shorter():
 
 def test_unprofitable_launches_are_not_chosen():
     """Use pieces that are longer than bubbles."""
-    kinds = {choices_of(seed, EVEN, share=1e-4)[2][-1].bubbles for seed in range(CASES)}
+    kinds = {choices_of(seed, EVEN, share=1e-4)[2][-1].mode for seed in range(CASES)}
     assert "fine" in kinds and "launched" not in kinds
 
 

@@ -121,7 +121,7 @@ def test_largest_change_is_first():
     changes = WatchedRates(0.1).observe(step(vision=2.0))
     assert changes == sorted(changes, key=lambda change: -abs(change.ratio - 1))
     assert isinstance(changes[0], RateChange) and changes[0].kind[0] == "vision"
-    assert changes[0].times == pytest.approx(2 * 33 / 36)
+    assert changes[0].ratio == pytest.approx(2 * 33 / 36)
 
 
 LAYERS = [

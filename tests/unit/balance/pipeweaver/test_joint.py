@@ -99,8 +99,8 @@ def test_sufficient_memory_needs_no_tuning(step):
     plenty = MemoryAwareSearch(step.graph, step.costs, step.tuner(1 << 50))
     result = plenty.search(BUDGET, SETTINGS)
     free = StepSearch(step.graph, replace(step.costs, memory_limit_bytes=1 << 50))
-    assert result.order == free.search(BUDGET.part(0.5), SETTINGS).order or (
-        result.predicted_ms <= free.search(BUDGET.part(0.5), SETTINGS).predicted_ms
+    assert result.order == free.search(BUDGET.fraction(0.5), SETTINGS).order or (
+        result.predicted_ms <= free.search(BUDGET.fraction(0.5), SETTINGS).predicted_ms
     )
     assert plenty.dispatcher.costs.saved_bytes == step.costs.saved_bytes
 

@@ -24,7 +24,7 @@ CLASSES = {
     "measuring": measuring_planner.MeasuringPlanner,
     "background": planners.BackgroundPlanner,
 }
-METHODS = ("plan", "plan_ahead", "learn", "close")
+METHODS = ("plan", "plan_ahead", "observe_step", "close")
 TUNED = ActivationCheckpointConfig(mode="auto")
 
 

@@ -36,7 +36,7 @@ RECIPES = sorted(
     if path.stem != "base" and path.parent.name != "bases"
 )
 BUILDERS = {
-    "torchmm/balance/build_cost_model.py",
+    "torchmm/balance/run_costs.py",
     "torchmm/planning/executions.py",  # of the modules of a recipe
     "torchmm/balance/costs/model.py",  # default: unsharded, on one rank
     "torchmm/balance/disttrain/orchestration/unit_costs.py",  # of candidate degrees
