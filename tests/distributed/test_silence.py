@@ -248,7 +248,7 @@ def test_programs_with_slow_imports_are_listed():
     programs = {
         str(file.relative_to(ROOT))
         for file in [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
-        if "with loading():" in command_of(file).read_text()
+        if "with report_imports():" in command_of(file).read_text()
     }
     assert programs == set(PROGRAMS)
 
