@@ -206,7 +206,7 @@ def state_rows() -> list[Row]:
         recipe = Recipe(optimizer=optimizer, training=TrainingConfig(parameter_dtype=dtype))
         model = small_llm(DTYPES[dtype])
         llm = model.llm.describe()
-        states = replace(parameter_states(recipe), portion=PORTION * (not plain(recipe)))
+        states = replace(parameter_states(recipe), update_chunk=PORTION * (not plain(recipe)))
         costs = CostModel(load_profile("cpu"), dtype, {"llm": Execution(states=states)})
         expected = costs.update_bytes(llm, 0, len(llm.layers))
         measured = update_bytes(model, optimizer, DTYPES[dtype])
@@ -223,7 +223,7 @@ def state_rows() -> list[Row]:
 
 def plain(recipe: Recipe) -> bool:
     """Return True if PyTorch updates all parameters in place."""
-    return parameter_states(recipe).portion == 0
+    return parameter_states(recipe).update_chunk == 0
 
 
 class UpdateBytes(NamedTuple):

@@ -59,7 +59,7 @@ def test_later_steps_reuse_first_stages(benchmark, streams):
         arms.recomputing(recipe, "full"), schedule="megatron_balanced", pipeline=4, tensor=4,
         virtual_stages=1, sequence_parallel=True,
     )  # fmt: skip
-    first, second = (arms.Forecaster(chain, 16, profile, sample=sample) for sample in samples)
+    first, second = (arms.StepSimulator(chain, 16, profile, sample=sample) for sample in samples)
     later = arms.LaterStep(first, samples[1])
     stages = later.simulate_parallel(chain.parallel).step.plan.graph.layout
     assert stages == first.layout(chain.parallel) != second.layout(chain.parallel)

@@ -60,11 +60,11 @@ def test_static_plan_uses_stages_of_representative_batch(comparison, methods):
     static = comparison._static([chain])
     seed = chain.simulation.seed + 1
     other_recipe = methods.with_values(chain, "simulation", seed=seed)
-    forecaster = methods.Forecaster(other_recipe, 16, comparison.profile)
+    forecaster = methods.StepSimulator(other_recipe, 16, comparison.profile)
     parallel = methods.with_values(chain, "parallel", schedule="megatron_balanced").parallel
     expected = forecaster.layout(parallel).stages
     assert static.step.plan.graph.layout.stages == expected
-    original = methods.Forecaster(chain, 16, comparison.profile, sample=comparison.sample)
+    original = methods.StepSimulator(chain, 16, comparison.profile, sample=comparison.sample)
     assert original.layout(parallel).stages != expected  # the comparison depends on the batch
     modes = {"none", "selective", "full"}
     assert static.note.split()[-1] in modes
@@ -74,7 +74,7 @@ def test_static_plan_uses_stages_of_representative_batch(comparison, methods):
 def test_layers_are_tuned_for_fixed_schedule(load, methods):
     workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
     recipe = methods.colocated(workload.load())
-    forecaster = methods.Forecaster(recipe, 16, load_profile("h800"))
+    forecaster = methods.StepSimulator(recipe, 16, load_profile("h800"))
     step, hidden = methods.Colocated.of(forecaster, recipe).kernels(recipe, "interleaved_1f1b")
     assert step.fits and 0 < hidden < step.timeline.bubble_fraction
     recomputing = methods.recomputing(recipe, "auto")
