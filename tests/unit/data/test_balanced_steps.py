@@ -113,7 +113,7 @@ def values_per_image(inputs: EncoderInputs | GeneratorInputs | None) -> list[tor
     images = [values.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
     if isinstance(inputs, EncoderInputs):
         return [image.pixels for image in images]
-    parts = [(i.patches_PV, i.noise_PV, i.times, i.counted, i.contexts) for i in images]
+    parts = [(i.patches_PV, i.noise_PV, i.times, i.in_loss, i.contexts) for i in images]
     return [torch.cat([torch.as_tensor(x).float().flatten() for x in part]) for part in parts]
 
 

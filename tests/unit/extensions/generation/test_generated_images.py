@@ -96,7 +96,9 @@ def test_context_is_text_before_target_image(make, tokenizer, streaming):
             continue
         assert inputs.contexts == [g.context for g in meta.generated]
         assert (
-            inputs.grids_thw == [g.grid_thw for g in meta.generated] == [(1, 4, 4)] * inputs.count
+            inputs.grids_thw
+            == [g.grid_thw for g in meta.generated]
+            == [(1, 4, 4)] * inputs.loss_count
         )
         contexts = iter(inputs.context_positions_K.split(inputs.contexts))
         starts = iter(microbatch.cu_seqlens)
@@ -166,7 +168,7 @@ def test_latent_noise_has_width_of_latents(make):
     inputs = next(m.generator for b in iter(make(spec=sampled)) for m in b.microbatches)
     assert torch.equal(inputs.target_noise_PV, inputs.noise_PV[:, :8])
     assert torch.equal(inputs.latent_noise_PV, inputs.noise_PV[:, 8:])
-    assert inputs.select(range(1)).latent_values == 8 and not inputs.encoded
+    assert inputs.select(range(1)).latent_values == 8 and not inputs.is_encoded
 
 
 def test_specs_without_latents_preserve_content_digest(make):

@@ -187,7 +187,7 @@ def test_generator_stages_match_full_generator(stages):
     full = build(config)
     inputs, features = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS), context(MIXED_CONTEXTS)
     staged = build_model(config, FreezeConfig())
-    staged.cut({"generator": stage_ranges(stages)})
+    staged.reduce_to_stages({"generator": stage_ranges(stages)})
     materialize(staged, "cpu")
     init_weights(staged, 0)
     values = full.state_dict()

@@ -304,7 +304,9 @@ def test_encoding_flops_match_torch_counter(model):
     modules = [module.describe() for module in model.modality_modules()]
     actual = microbatch_flops(modules, META)["generator"].forward
     sizes = generator_sizes([META.generated])
-    block = AutoencoderBlock(trained=False, leaf=True, autoencoder=modules[-1].latents)
+    block = AutoencoderBlock(
+        trained=False, needs_no_input_gradient=True, autoencoder=modules[-1].latents
+    )
     encoding_flops = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
     assert encoding_flops == pytest.approx(counted - without, rel=1e-6)
     assert actual == pytest.approx(counted, rel=0.01)
@@ -325,7 +327,7 @@ def test_encoding_memory_is_below_estimate(encode_batch_size):
     sizes = generator_sizes([[GeneratedMeta(grid, 1) for grid in grids]], padding=True)
     setting = CostSetting(Execution(), 4)
     block = AutoencoderBlock(
-        trained=False, leaf=True, autoencoder=model.generator.describe().latents
+        trained=False, needs_no_input_gradient=True, autoencoder=model.generator.describe().latents
     )
     needed = float(block.temporary_bytes(sizes, setting, torch.zeros(1).numpy())[0])
     assert measured <= needed
