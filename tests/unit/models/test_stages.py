@@ -71,7 +71,7 @@ def split_model(config: ModelConfig, stages: dict[str, StageCut], rank: int) -> 
         for name in list(model.encoders)[1:]:
             layers = len(model.encoders[name].layers)
             parts[name] = list(stage_ranges([(0, layers)]))
-    model.cut(parts)
+    model.reduce_to_stages(parts)
     materialize(model, "cpu")
     init_weights(model, 0)
     return model
@@ -240,7 +240,7 @@ def test_descriptions_of_ranks_sum_to_full_model() -> None:
 def test_invalid_stage_ranges_are_rejected(parts: dict, message: str) -> None:
     model = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
     with pytest.raises(ValueError, match=message):
-        model.cut(parts)
+        model.reduce_to_stages(parts)
 
 
 def test_stage_ranges_must_be_consecutive() -> None:

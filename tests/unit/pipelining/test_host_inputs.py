@@ -37,31 +37,31 @@ class RecordingStreams:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
-        self.guests: list[OffloadedActivation] = []
+        self.activations: list[OffloadedActivation] = []
         self.ahead: set[OffloadedActivation] = set()
         """Copies on the device that no backward pass has used yet."""
         self.max_unused = 0
 
-    def send(self, tensor: Tensor) -> OffloadedActivation:
+    def offload(self, tensor: Tensor) -> OffloadedActivation:
         unused: Any = None
-        self.guests.append(
+        self.activations.append(
             OffloadedActivation(tensor.detach().clone(), tensor.device, unused, unused)
         )
-        self.events.append(("sent", self.guests[-1]))
-        return self.guests[-1]
+        self.events.append(("sent", self.activations[-1]))
+        return self.activations[-1]
 
-    def wait_for_offload(self, guest: OffloadedActivation) -> None:
-        self.events.append(("released", guest))
+    def wait_for_offload(self, activation: OffloadedActivation) -> None:
+        self.events.append(("released", activation))
 
-    def bring(self, guest: OffloadedActivation) -> None:
-        guest.device_copy = guest.host_copy.clone()
-        self.ahead.add(guest)
+    def prefetch(self, activation: OffloadedActivation) -> None:
+        activation.device_copy = activation.host_copy.clone()
+        self.ahead.add(activation)
         self.max_unused = max(self.max_unused, len(self.ahead))
-        self.events.append(("brought", guest))
+        self.events.append(("brought", activation))
 
-    def wait_for_prefetch(self, guest: OffloadedActivation) -> None:
-        self.ahead.remove(guest)
-        self.events.append(("used", guest))
+    def wait_for_prefetch(self, activation: OffloadedActivation) -> None:
+        self.ahead.remove(activation)
+        self.events.append(("used", activation))
 
     def act(self, action: Action) -> None:
         self.events.append(("begun", action))
@@ -104,9 +104,9 @@ def test_only_offloaded_inputs_are_copied(streams):
     gradients = []
     for modes in (("none", "none"), ("offload", "full"), ("offload", "offload")):
         model.zero_grad()
-        streams.guests.clear()
+        streams.activations.clear()
         PipelineRuntime(0, stages, None).step(replace(plan, recompute={Task(2, 0): modes}), batch)
-        assert [g.host.shape for g in streams.guests] == [hidden] * modes.count("offload")
+        assert [a.host_copy.shape for a in streams.activations] == [hidden] * modes.count("offload")
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
     for name, grad in gradients[0].items():
         for other in gradients[1:]:
@@ -123,7 +123,7 @@ def test_offloaded_inputs_are_freed_after_forward(streams):
     def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         inputs.append(StorageWeakRef(arguments[0].untyped_storage()))
 
-    def look(guest: OffloadedActivation) -> None:
+    def look(activation: OffloadedActivation) -> None:
         freed[:] = freed or [reference.expired() for reference in inputs]
 
     for index in (2, 3):
@@ -144,9 +144,9 @@ def test_inputs_are_fetched_once_with_one_ahead(streams, split):
     batch, plan = planned(CASE, layout, SEVERAL, split=split)
     assert len(batch) > 1
     PipelineRuntime(0, stages, None).step(offloading(plan), batch)
-    assert len(streams.guests) > 8 and streams.max_unused == 1
-    for guest in streams.guests:
-        events = [event for event, subject in streams.events if subject is guest]
+    assert len(streams.activations) > 8 and streams.max_unused == 1
+    for sent in streams.activations:
+        events = [event for event, subject in streams.events if subject is sent]
         assert events == ["sent", "released", "brought", "used"]
 
 
@@ -167,17 +167,21 @@ def waiting_backwards(streams: RecordingStreams) -> int:
     chosen = offloading(plan)
     PipelineRuntime(0, stages, None).step(chosen, batch)
     positions = {entry: place for place, entry in enumerate(streams.events)}
-    guests: dict[Task, list[OffloadedActivation]] = {}
+    sent: dict[Task, list[OffloadedActivation]] = {}
     running = Action(ActionType.F, 0, 0)
     for what, of in streams.events:
         running = of if what == "begun" else running
         if what == "sent":
-            guests.setdefault(running.task, []).append(of)
+            sent.setdefault(running.task, []).append(of)
     computing = [action for action in plan.actions[0] if action.type in COMPUTE]
     waiting = 0
     for before, action in pairwise(computing):
-        if action.type is ActionType.B and before.task != action.task and action.task in guests:
-            last = guests[action.task][-1]
+        if (
+            action.type is ActionType.B
+            and before.task != action.task
+            and action.task in activations
+        ):
+            last = sent[action.task][-1]
             assert positions["brought", last] > positions["begun", before]
             waiting += positions["brought", last] > positions["begun", action]
     return waiting

@@ -215,7 +215,7 @@ def test_second_process_is_rejected(manager, tmp_path, monkeypatch):
 import logging, pathlib
 from torchmm.training.checkpoint import directory as d
 d._LOCK_WAIT_S = 0.1
-d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).claim()
+d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).acquire_lock()
 """
     second = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True

@@ -20,7 +20,7 @@ from torchmm.training.planners import registry, single, static
 from torchmm.training.planners.registry import PLANNERS, find_planner
 
 CLASSES = {"single": single.SinglePlanner, "static": static.StaticPlanner}
-METHODS = ("plan", "plan_ahead", "learn", "close")
+METHODS = ("plan", "plan_ahead", "observe_step", "close")
 
 
 def recipe_with(mode="none", **parallel) -> Recipe:

@@ -115,5 +115,5 @@ def test_memory_of_averages_matches_plan(optimizer):
         parameter_states(Recipe.model_validate({"optimizer": optimizer, "training": training}))
         for training in ({"ema_decay": DECAY}, {})
     )
-    assert (with_.average - without.average) * trained == average_bytes
-    assert with_.updated > without.updated
+    assert (with_.moving_average - without.moving_average) * trained == average_bytes
+    assert with_.update_traffic > without.update_traffic
