@@ -138,7 +138,7 @@ class SimulatedStepReport:
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
             "bubble_fraction": timeline.bubble_fraction,
-            "bubble_fractions": timeline.bubble_fractions,
+            "bubble_share": timeline.bubble_fractions,
             "module_ms": timeline.mean_module_ms(),
             "peak_memory_bytes": list(self.step.peak_bytes),
             "encoder_activation_bytes": self.encoder_bytes,
