@@ -176,11 +176,7 @@ def waiting_backwards(streams: RecordingStreams) -> int:
     computing = [action for action in plan.actions[0] if action.type in COMPUTE]
     waiting = 0
     for before, action in pairwise(computing):
-        if (
-            action.type is ActionType.B
-            and before.task != action.task
-            and action.task in activations
-        ):
+        if action.type is ActionType.B and before.task != action.task and action.task in sent:
             last = sent[action.task][-1]
             assert positions["brought", last] > positions["begun", before]
             waiting += positions["brought", last] > positions["begun", action]
