@@ -295,11 +295,11 @@ def compare(
 def overlap_rows(found: OverlapTimes) -> list[Row]:
     """Return the rows of one link speed."""
     case = f"{found.case}, {RANKS} ranks, communication {found.ratio:g} x compute"
-    ours_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]
+    torchmm_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]
     goal = round(found.bound * NEAR_BOUND, 3) if Mlps.case in found.case else None
-    ratio, bound = ours_s / plain_s, found.bound
+    ratio, bound = torchmm_s / plain_s, found.bound
     return [
-        Row(case, "step", "ms", ours_s * 1e3, plain_s * 1e3, better="lower"),
+        Row(case, "step", "ms", torchmm_s * 1e3, plain_s * 1e3, better="lower"),
         Row(case, "step / step without overlap", "", ratio, bound, goal=goal, better="lower"),
     ]
 

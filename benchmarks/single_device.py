@@ -343,17 +343,17 @@ def _speed_rows(
     device: torch.device,
 ) -> list[Row]:
     tokens = _used_tokens(batches)
-    ours_s, baseline_s = times.median_ours_s, times.median_baseline_s
+    torchmm_s, baseline_s = times.median_ours_s, times.median_baseline_s
     goal = case.speed_goal
     rows = [
-        Row(case.name, "throughput", "tokens/s", tokens / ours_s, tokens / baseline_s),
+        Row(case.name, "throughput", "tokens/s", tokens / torchmm_s, tokens / baseline_s),
         Row(case.name, "speedup", "x", times.speed_ratio, baseline=1.0, goal=goal),
     ]
     if device.type == "cpu":
         ratio = times.cpu_ratio
         rows.append(Row(case.name, "CPU time ratio", "x", ratio, baseline=1.0, goal=goal))
     if peak is not None:
-        ours, baseline = flops / ours_s / peak, flops / baseline_s / peak
+        ours, baseline = flops / torchmm_s / peak, flops / baseline_s / peak
         rows.append(Row(case.name, "MFU", "fraction", ours, baseline, goal=case.mfu_goal))
     return rows
 

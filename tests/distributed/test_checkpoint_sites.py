@@ -100,7 +100,7 @@ def committed(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_checkpoint_of_two_nodes_resumes_elsewhere(tmp_path, asynchronous):
+def test_checkpoint_of_two_nodes_resumes_on_other_nodes(tmp_path, asynchronous):
     states = run_distributed(save, 2, tmp_path, 2, 2, [1, 2], asynchronous)
     assert equal(*states)
     disks = [{p.name for p in (tmp_path / f"run-disk{n}/run/step-2").iterdir()} for n in (0, 1)]

@@ -613,7 +613,9 @@ FAULTS = [
         "-",
         "all resume from uploads",
         "parameters and optimizer states, bitwise",
-        ("distributed/test_checkpoint_sites.py::test_checkpoint_of_two_nodes_resumes_elsewhere",),
+        (
+            "distributed/test_checkpoint_sites.py::test_checkpoint_of_two_nodes_resumes_on_other_nodes",
+        ),
     ),
     Fault(
         "U9",
@@ -909,7 +911,7 @@ FAULTS = [
         "batch",
         (
             "unit/extensions/remote/test_producers.py"
-            "::test_malformed_response_is_reported_and_retried_elsewhere",
+            "::test_malformed_response_is_retried_with_other_producer",
         ),
     ),
     Fault(

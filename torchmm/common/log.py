@@ -113,11 +113,11 @@ class ProgressReport:
     """A long operation and its progress.
 
     Args:
-        what: Name of the operation, such as "reading weights".
+        operation: Name of the operation, such as "reading weights".
         total: Total number of units, or None if unknown.
         unit: Unit that `advance` counts, in the plural.
-        measured: Returns the number of completed units when progress is logged. If None, `advance`
-            and `set_completed` set it.
+        count_completed: Function that returns the number of completed units when progress is
+            logged. If None, `advance` and `set_completed` set it.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class LlmModule(LayeredModule):
         )
         self.balance = balance_routers(all_layers, self.text_config)
         self.expert_loads = ExpertLoads(all_layers)
-        self.source_losses = SourceLosses(0)
+        self.source_losses = SourceLosses()
         self._experts = [has_experts(layer) for layer in all_layers]
         self._windows = [
             _sliding_window(i, layer, self.text_config) for i, layer in enumerate(all_layers)
@@ -293,9 +293,8 @@ class LlmModule(LayeredModule):
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        losses: RowLosses | None = None
-        if self.source_losses and microbatch.sources_T is not None:
-            losses = []
+        sources_T = microbatch.sources_T if self.source_losses else None
+        losses: RowLosses | None = None if sources_T is None else []
         rows = self.loss_chunk_targets
         if isinstance(self.head.weight, DTensor):
             rows = rows or self.sharded_loss_chunk_targets
@@ -308,8 +307,8 @@ class LlmModule(LayeredModule):
             head = ChunkHead(self.head, rows)
             with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
                 loss = cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L, losses)
-        if losses and microbatch.sources_T is not None:
-            self.source_losses.add(torch.cat(losses), microbatch.sources_T[positions_L])
+        if losses and sources_T is not None:
+            self.source_losses.add(torch.cat(losses), sources_T[positions_L])
         return loss
 
     @contextmanager

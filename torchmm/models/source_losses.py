@@ -3,8 +3,9 @@
 The LLM adds the losses of the targets of each microbatch, and training reads the sums once per
 step:
 
-    losses.add(loss_L, sources_L)     last stage, every forward pass
-    losses.pop_sums(device)               once per step: (S, 2) loss and number of targets by source
+    losses.add(loss_L, sources_L)    last stage, every forward pass
+    losses.pop_sums(device)          once per step: (S, 2) loss and number of targets by source
+    losses.means(sums)               from the sums over all ranks: mean loss by source name
 
 Shape legend: L targets of a microbatch, S data sources.
 """
@@ -21,15 +22,15 @@ class SourceLosses:
     """Sums of the losses and numbers of targets by data source.
 
     Args:
-        sources: Number of data sources. The sums of a run with one source are not needed.
+        names: Names of the data sources. Fewer than two need no sums, and S is then 0.
     """
 
-    def __init__(self, sources: int) -> None:
-        self.sources = sources
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names) if len(names) > 1 else ()
         self._sums_S2: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return self.sources > 1
+        return bool(self.names)
 
     def add(self, loss_L: Tensor, sources_L: Tensor) -> None:
         """Add the losses of targets.
@@ -39,7 +40,7 @@ class SourceLosses:
             sources_L: (L,), int64, index of the data source of each target.
         """
         if self._sums_S2 is None:
-            self._sums_S2 = torch.zeros(self.sources, 2, device=loss_L.device)
+            self._sums_S2 = torch.zeros(len(self.names), 2, device=loss_L.device)
         values_L2 = torch.stack([loss_L, torch.ones_like(loss_L)], dim=1)
         self._sums_S2.index_add_(0, sources_L, values_L2)
 
@@ -48,18 +49,17 @@ class SourceLosses:
 
         Zero on ranks without the last stage of the LLM.
         """
-        taken_S2, self._sums_S2 = self._sums_S2, None
-        return torch.zeros(self.sources, 2, device=device) if taken_S2 is None else taken_S2
+        sums_S2, self._sums_S2 = self._sums_S2, None
+        return torch.zeros(len(self.names), 2, device=device) if sums_S2 is None else sums_S2
 
+    def means(self, sums: Sequence[float]) -> dict[str, float] | None:
+        """Return the mean loss per target by source name, or None with fewer than two sources.
 
-def mean_by_source(names: Sequence[str], sums: Sequence[float]) -> dict[str, float] | None:
-    """Return the mean loss per target of each source with targets, or None for one source.
-
-    Args:
-        names: Names of the sources.
-        sums: Loss and number of targets of each source, flattened.
-    """
-    if len(names) < 2:
-        return None
-    pairs = zip(names, sums[0::2], sums[1::2], strict=True)
-    return {name: loss / targets for name, loss, targets in pairs if targets}
+        Args:
+            sums: Loss and number of targets of each source, flattened. Sources without targets
+                are omitted from the result.
+        """
+        if not self:
+            return None
+        pairs = zip(self.names, sums[0::2], sums[1::2], strict=True)
+        return {name: loss / targets for name, loss, targets in pairs if targets}

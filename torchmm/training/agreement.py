@@ -5,7 +5,7 @@ All functions except `copy_losses` are collective over all ranks, in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torchmm.common.errors import DataError, NonFiniteError
 from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import max_expert_load_ratio
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.source_losses import mean_by_source
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import find_non_finite_origin
 from torchmm.parallel.health.peers import HealthMonitor, check_finite
@@ -50,7 +49,7 @@ def agree_on_batch(
     """Return the batch without corrupt samples, and the totals of the step.
 
     Args:
-        parts: Components of the run.
+        components: Components of the run.
         step: Number of the step that begins.
         batch: Batch of this rank; None if this rank received a stop signal and has no data.
         stop_requested: Whether this rank received a stop signal.
@@ -139,7 +138,6 @@ def check_losses(
     mesh: ParallelMesh,
     health: HealthMonitor,
     run_again: Callable[[], StepOutcome],
-    sources: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Wait for the device and return the metrics of `copy_losses` over all ranks.
 
@@ -150,7 +148,6 @@ def check_losses(
         mesh: Mesh of the run.
         health: Heartbeat, which shows that this rank waits for its device.
         run_again: Forward and backward passes of the step, to find the cause of an error.
-        sources: Names of the data sources.
 
     Raises:
         NonFiniteError: A loss or the gradient norm is not finite on some rank. The update has
@@ -158,11 +155,10 @@ def check_losses(
     """
     # The only place where a step waits for its device (`torchmm.common.device_copies`).
     with health.waiting_for_device():
-        *losses, grad_norm, load = (values := copy.tolist())[:5]
-    loss, text, image = (
-        value / mesh.module_mesh.sizes.tensor for value in losses
-    )  # equal on TP ranks
-    rows = gather_floats([loss, grad_norm, text, image, *values[5:]])
+        loss, text, image, grad_norm, load, *by_source = copy.tolist()
+    # Tensor-parallel ranks have equal losses.
+    ranks = mesh.module_mesh.sizes.tensor
+    rows = gather_floats([loss / ranks, grad_norm, text / ranks, image / ranks, *by_source])
     try:
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
     except NonFiniteError as error:  # raised by all ranks
@@ -173,7 +169,7 @@ def check_losses(
         "loss": loss,
         "loss_text": text,
         "loss_image": image,
-        "loss_by_source": mean_by_source(sources, by_source),
+        "loss_by_source": model.llm.source_losses.means(by_source),
         "grad_norm": grad_norm,
         "max_expert_load_ratio": load or None,
     }

@@ -42,7 +42,7 @@ class Trainer:
     """The training loop of one rank. Construction is collective.
 
     Args:
-        parts: Components of the run.
+        components: Components of the run.
         stop: Stop signal of this process.
         on_lost: Function that ends the process if a lost peer raises no error, see `HealthMonitor`.
     """
@@ -59,8 +59,7 @@ class Trainer:
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
-        self.sources = unique_names(recipe.data.sources)
-        components.model.llm.source_losses = SourceLosses(len(self.sources))
+        components.model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
         self.updates = OptimizerUpdate(
             components.model,
@@ -146,9 +145,8 @@ class Trainer:
         counts = self.meter.count(batch)
         components.planner.plan_ahead(components.loader.planned_metas)
         losses = check_losses(
-            step, loss_copy, components.model, components.mesh, self.health, forward_backward,
-            self.sources,
-        )  # fmt: skip
+            step, loss_copy, components.model, components.mesh, self.health, forward_backward
+        )
         self.updates.finish()
 
         self.state.step = step

@@ -26,13 +26,13 @@ def held_out_losses(
     """Return the mean losses over all held-out batches and ranks.
 
     The loss of "llm" is the mean over target tokens, that of "generator" the mean over images.
+    With `source_losses`, "by_source" has the result of `SourceLosses.means`.
 
     Args:
         pipeline: Pipeline of this rank.
         batches: Held-out batches.
         mesh: Mesh of the run.
-        source_losses: Sums by held-out source, to which the LLM adds its losses. The result has
-            them as "by_source": loss and number of targets of each source, flattened.
+        source_losses: Sums by held-out source, to which the LLM adds its losses.
     """
     sums = {name: torch.zeros((), device=mesh.device) for name in ("llm", GENERATOR)}
     targets = images = 0
@@ -45,11 +45,13 @@ def held_out_losses(
     # All ranks with the same samples count targets, but only one tensor-parallel group of them has
     # the losses of a module.
     fraction = mesh.ranks_per_sample / mesh.module_mesh.sizes.tensor
-    by_source = source_losses.pop_sums(mesh.device).flatten().tolist() if source_losses else []
+    by_source: list[float] = []
+    if source_losses is not None:
+        by_source = source_losses.pop_sums(mesh.device).flatten().tolist()
     local = [*(loss.item() * fraction for loss in sums.values()), targets, images, *by_source]
     text, image, all_targets, all_images, *by_source = mesh.sum_over_data_parallel(local)
     means: dict[str, Any] = {
         "llm": text / max(1.0, all_targets),
         GENERATOR: image / max(1.0, all_images),
     }
-    return means | {"by_source": by_source} if source_losses else means
+    return means if source_losses is None else means | {"by_source": source_losses.means(by_source)}

@@ -83,12 +83,13 @@ def outside(order: ComputeOrder, graph: StageGraph) -> ComputeOrder:
 
 
 @dataclass(frozen=True)
-class Beside(ProgramChoice):
-    """The encoder in separate pipelines on the LLM ranks; `tower_segments`: its stages per rank;
-    `llm_segments`: the LLM's.
+class SeparateEncoder(ProgramChoice):
+    """Stages with the encoder in separate pipelines on the LLM ranks.
+
+    `tower_segments` is the number of encoder stages per rank, `llm_segments` that of LLM stages.
 
     Attributes:
-        tower_ranks: of each of the tower's pipelines.
+        tower_ranks: Number of ranks of each encoder pipeline.
     """
 
     tower_ranks: int = 1
@@ -180,7 +181,7 @@ def _unfilled(plan: PipelinePlan) -> PipelinePlan:
     return lowered
 
 
-def played_s(costs: Costs, choice: Beside | Front) -> float:
+def played_s(costs: Costs, choice: SeparateEncoder | Front) -> float:
     """Return the simulated time of all steps in seconds."""
     rates, total = costs.rates(choice), 0.0
     layout = plan_layout(choice.config(), costs.descriptions, costs.metas)
@@ -197,7 +198,7 @@ def candidates(setting: Setting) -> dict[str, list[Any]]:
     size = setting.size
     virtual = [n for n in (1, 2, 4) if n * RANKS <= size.llm_layers]
     beside = [
-        Beside(slices, llm, images, tower)
+        SeparateEncoder(slices, llm, images, tower)
         for tower in (1, 2)
         for slices in sorted({1, 2, 4, size.tower_layers // tower})
         for llm in virtual

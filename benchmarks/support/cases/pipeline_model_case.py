@@ -260,7 +260,7 @@ class Costs:
         speed = self.seconds[max(self.seconds)]
         return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed)
 
-    def ours_s(self, choice: ProgramChoice) -> float:
+    def torchmm_s(self, choice: ProgramChoice) -> float:
         """Return the simulated time of separated segments in seconds."""
         layout = plan_layout(choice.config(), self.descriptions, self.metas)
         return self.makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
@@ -317,7 +317,7 @@ def choose_ours(
     setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[ProgramChoice], OurProgram]
 ) -> OurProgram:
     """Return the fastest torchmm program."""
-    kept = sorted(choices(setting), key=costs.ours_s)[: setting.tried]
+    kept = sorted(choices(setting), key=costs.torchmm_s)[: setting.tried]
     return watch.fastest([make(choice) for choice in kept], setting.turns)
 
 

@@ -117,7 +117,7 @@ def stock_s(work: SleepWork, split: Split) -> float:
     return makespan_s(work, graph, lambda graph, seconds: interleaved_1f1b(graph))
 
 
-def ours_s(work: SleepWork, choice: SleepChoice) -> float:
+def torchmm_s(work: SleepWork, choice: SleepChoice) -> float:
     """Return the simulated time of separated segments in seconds."""
     return makespan_s(work, lambda index: choice.graph(work, index), separated)
 
@@ -155,7 +155,7 @@ def shortlist(work: SleepWork, tried: int) -> Candidates:
         for llm in (2, 3, 4)
         for images in (2, 4, 8)
     ]
-    ours = sorted(choices, key=lambda choice: ours_s(work, choice))[:tried]
+    ours = sorted(choices, key=lambda choice: torchmm_s(work, choice))[:tried]
     stock = {}
     for name, front in ((FRONT, True), (SPREAD, False)):
         all_splits = [s for n in (1, 2, 3) for s in splits(work, n * RANKS, front)]

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import Microbatch
 from torchmm.models.layers.loss import summed_cross_entropy
-from torchmm.models.source_losses import SourceLosses, mean_by_source
+from torchmm.models.source_losses import SourceLosses
 
 LENGTHS = [7, 9, 6]
 SOURCES = [1, 0, 1]
@@ -28,12 +28,12 @@ def test_source_losses_equal_those_of_single_samples(rows):
     batch = microbatch(LENGTHS)
     expected = loss_and_gradients(model, batch, rows)
     batch.sources_T = torch.repeat_interleave(torch.tensor(SOURCES), torch.tensor(LENGTHS))
-    model.llm.source_losses = SourceLosses(3)
+    model.llm.source_losses = SourceLosses("abc")
     found = loss_and_gradients(model, batch, rows)
     errors = {name: relative_error(found[name], value) for name, value in expected.items()}
     assert max(errors.values()) < 1e-5
     sums_S2 = model.llm.source_losses.pop_sums(torch.device("cpu"))
-    model.llm.source_losses = SourceLosses(0)
+    model.llm.source_losses = SourceLosses()
     alone_S2 = torch.zeros(3, 2)
     start = 0
     for source, length in zip(SOURCES, LENGTHS, strict=True):
@@ -58,7 +58,7 @@ def test_backward_recomputation_adds_no_losses():
 
 
 def test_pop_sums_resets_sums():
-    losses = SourceLosses(2)
+    losses = SourceLosses("ab")
     losses.add(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0]))
     losses.add(torch.tensor([8.0]), torch.tensor([0]))
     device = torch.device("cpu")
@@ -66,6 +66,6 @@ def test_pop_sums_resets_sums():
     assert losses.pop_sums(device).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_mean_by_source_omits_sources_without_targets():
-    assert mean_by_source(["a", "b"], [6.0, 3.0, 0.0, 0.0]) == {"a": 2.0}
-    assert mean_by_source(["a"], []) is None
+def test_means_omit_sources_without_targets():
+    assert SourceLosses(["a", "b"]).means([6.0, 3.0, 0.0, 0.0]) == {"a": 2.0}
+    assert SourceLosses(["a"]).means([]) is None

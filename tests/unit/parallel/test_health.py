@@ -35,7 +35,7 @@ def test_non_finite_values_name_step_and_rank(values, message):
         check_finite(7, ("loss", "grad_norm"), values)
 
 
-def test_single_rank_gathers_its_own_values():
+def test_single_rank_gathers_local_values():
     assert gather_floats([1.5, 0.0]) == [[1.5, 0.0]]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.remote_files import RemotePath
 from torchmm.data.files.sample_files import InnerFile, TableValue, read_value
+from torchmm.data.record_formats.json_text import parse_json
 from torchmm.data.record_formats.sample import (
     AudioSegment,
     FileSegment,
@@ -81,10 +82,7 @@ def get_list(columns: dict[str, Any], name: str) -> list[Any]:
     if value is None:
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise CorruptSampleError(f"column {name} is not valid JSON: {error}") from error
+        value = parse_json(value, f"column {name}")
     if not isinstance(value, list):
         raise CorruptSampleError(f"column {name} is {type(value).__name__}, not a list")
     return value

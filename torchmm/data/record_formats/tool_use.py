@@ -8,17 +8,14 @@ dropped, except in JSON text.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.record_formats.chat_keys import describe_entry, is_empty
+from torchmm.data.record_formats.json_text import parse_json
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-MAX_DEPTH = 64
-"""Maximum nesting depth of arguments and tools."""
 _ANTHROPIC_TYPES = ("thinking", "tool_use", "tool_result")
 
 
@@ -79,7 +76,7 @@ def read_template_options(columns: Mapping[str, Any]) -> dict[str, Any]:
     value = columns.get("chat_template_kwargs")
     if is_empty(value):
         return {}
-    options = _parse_json(value, "column chat_template_kwargs")
+    options = parse_json(value, "column chat_template_kwargs")
     if not isinstance(options, Mapping):
         raise CorruptSampleError(
             f"column chat_template_kwargs is {type(options).__name__}, not a mapping"
@@ -211,7 +208,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 def _read_arguments(value: Any) -> dict[str, Any]:
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
-    value = _parse_json(value, "arguments of a tool call")
+    value = parse_json(value, "arguments of a tool call")
     if not isinstance(value, Mapping):
         raise CorruptSampleError(
             f"arguments of a tool call are {type(value).__name__}, not an object with named "
@@ -221,7 +218,7 @@ def _read_arguments(value: Any) -> dict[str, Any]:
 
 
 def _read_tool(tool: Any) -> dict[str, Any]:
-    tool = _parse_json(tool, "description of a tool")
+    tool = parse_json(tool, "description of a tool")
     if not isinstance(tool, Mapping):
         raise CorruptSampleError(f"description of a tool is {type(tool).__name__}, not an object")
     function = tool.get("function", tool)
@@ -239,58 +236,10 @@ def _read_tool(tool: Any) -> dict[str, Any]:
 
 
 def _read_list(value: Any, what: str) -> Sequence[Any]:
-    value = _parse_json(value, what)
+    value = parse_json(value, what)
     if not isinstance(value, list | tuple):
         raise CorruptSampleError(f"{what} is {type(value).__name__}, not a list")
     return value
-
-
-def _parse_json(value: Any, what: str) -> Any:
-    """Parse a value that may be JSON text. Keys with None are dropped from other values."""
-    if not isinstance(value, str):
-        return _drop_none(value, what, MAX_DEPTH)
-    try:
-        made = json.loads(value, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise CorruptSampleError(f"{what}: {value[:80]!r} is not valid JSON: {error}") from error
-    _check_depth(made, what, MAX_DEPTH)
-    return made
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key appears twice")
-    return table
-
-
-def _reject_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a valid JSON number")
-
-
-def _drop_none(value: Any, what: str, depth: int) -> Any:
-    if depth == 0:
-        raise CorruptSampleError(f"{what} is nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, Mapping):
-        items = value.items()
-        return {str(k): _drop_none(v, what, depth - 1) for k, v in items if v is not None}
-    if isinstance(value, list | tuple):
-        return [_drop_none(item, what, depth - 1) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CorruptSampleError(f"{what} contains {value}, which is not a valid JSON number")
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise CorruptSampleError(
-        f"{what} contains a value of type {type(value).__name__}, which JSON does not support"
-    )
-
-
-def _check_depth(value: Any, what: str, depth: int) -> None:
-    if depth == 0:
-        raise CorruptSampleError(f"{what} is nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, what, depth - 1)
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], what: str) -> None:

@@ -110,7 +110,7 @@ class EnergonSource:
     Args:
         folder: Content of `.nv-meta` for the split.
         fingerprint: Fingerprint of the files.
-        places: Cache of sample positions in shards.
+        offset_cache: Cache of sample positions in shards.
     """
 
     def __init__(

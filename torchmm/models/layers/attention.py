@@ -278,7 +278,7 @@ def image_kernels(gpu_name: str) -> Mapping[str, str]:
     plan for each new number of images in both passes, and the host waits for it.
 
     Args:
-        card: Name of the GPU, as `torch.cuda.get_device_name` returns it.
+        gpu_name: Name of the GPU, as `torch.cuda.get_device_name` returns it.
     """
     kernels: dict[str, dict[str, str]] = json.loads(KERNELS_FILE.read_text())
     return kernels.get(gpu_name, {})

@@ -52,7 +52,7 @@ class DeepstackConnector(nn.Module):
 
         Args:
             hidden_PD: (P, D), output of the last layer.
-            taps: (P, D) each, outputs of the tapped layers.
+            deepstack_layers: (P, D) each, outputs of the tapped layers.
         """
         mergers = self.deepstack_merger_list or ()
         blocks = [merger(tap_PD) for merger, tap_PD in zip(mergers, deepstack_layers, strict=True)]

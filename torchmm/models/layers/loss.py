@@ -70,13 +70,13 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
+    Backward may overwrite `logits_LV` (see `uses_fused_loss`). An operator that has saved them for
+    backward then raises the error of autograd about modified tensors.
+
     Args:
         logits_LV: (L, V), logits.
         targets_L: (L,), int64, token ids.
         rows: List that receives the losses of the rows, if given.
-
-    Backward may overwrite `logits_LV` (see `uses_fused_loss`). An operator that has saved them for
-    backward then raises the error of autograd about modified tensors.
     """
     at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
     if at_once or _is_fused(logits_LV):  # chunks would not save memory

@@ -36,7 +36,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def needs_all_gather(self) -> bool:
-        """Whether tasks use all tokens, while each rank sends only its slice."""
+        """True if tasks use all tokens, while each rank sends only its slice."""
         return self.slices is not None and self.slices.gathered
 
     @property

@@ -7,7 +7,7 @@ from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
-from torchmm.models.source_losses import SourceLosses, mean_by_source
+from torchmm.models.source_losses import SourceLosses
 from torchmm.recipe.data_section import unique_names
 from torchmm.training.components import RunComponents
 from torchmm.training.data_build import build_data
@@ -24,8 +24,7 @@ class ValidationHook(Hook):
         super().__init__(training)
         self._config = self.recipe.validation
         self._loss_weights = loss_weights(self.recipe.model.generator)
-        self._sources = unique_names(self.recipe.data.validation)
-        self._source_losses = SourceLosses(len(self._sources))
+        self._source_losses = SourceLosses(unique_names(self.recipe.data.validation))
         self._batches: list[StepBatch] | None = None
         """Batches of every validation, loaded before the first one."""
 
@@ -50,8 +49,7 @@ class ValidationHook(Hook):
         )
         llm.source_losses = training_losses
         components.model.train()
-        by_source = losses.pop("by_source", ())
-        record["validation_loss_by_source"] = mean_by_source(self._sources, by_source)
+        record["validation_loss_by_source"] = losses.pop("by_source")
         record["validation_loss"] = losses["llm"]
         if components.model.generator is not None:
             weighted = (self._loss_weights[name] * losses[name] for name in losses)

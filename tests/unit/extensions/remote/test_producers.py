@@ -382,7 +382,7 @@ def malformed_responses(sent):
     }
 
 
-def test_malformed_response_is_reported_and_retried_elsewhere(site):
+def test_malformed_response_is_retried_with_other_producer(site):
     sent = correct_messages(site)
     correct, expected = site.producer(), take(site.loader(), 1)
     valid_producer = BadProducer(*changed_messages(sent, 0, ""))

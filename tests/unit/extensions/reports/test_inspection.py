@@ -90,7 +90,7 @@ def test_inspection_shows_samples_and_rejected_records(inspect, tmp_path, capsys
     assert "<td>2</td>" in page  # two missing files have one reason
 
 
-def test_inspection_limit_samples_whole_source(inspect, tmp_path, capsys):
+def test_inspection_limit_samples_full_source(inspect, tmp_path, capsys):
     texts = [{"text": f"dogs {number}"} for number in range(100)]
     _, page = inspect(texts, "--limit", "3", "--samples", "3")
     assert "3 (of 100 records)" in capsys.readouterr().out
