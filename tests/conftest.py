@@ -59,11 +59,11 @@ CAMPAIGNS = {
     ),
     "test_train.py::test_layouts_give_single_process_losses[2 more]",
     "test_train.py::test_layouts_give_single_process_losses[4]",
-    "test_tuned_equality.py::test_tuned_plans_equal_single_process[4]",
+    "test_layer_tuning_equality.py::test_tuned_plans_equal_single_process[4]",
     "test_pipeline_model.py",
     # Every causal LM and image encoder of transformers.
-    "test_unlisted_encoders.py::test_survey_of_image_encoders_matches_documentation",
-    "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
+    "test_unregistered_encoders.py::test_survey_of_image_encoders_matches_documentation",
+    "test_unregistered_llms.py::test_survey_of_causal_lms_matches_documentation",
     "test_train.py::test_resume_is_bitwise_equal[pipeline-workers1-changes1]",
     "test_train.py::test_resume_is_bitwise_equal[llm.context-workers2-changes2]",
     # Complete runs. Equality tests compare single steps of the same configurations.
@@ -99,7 +99,7 @@ CAMPAIGNS = {
     "test_data_workers.py::test_workers_exit_with_killed_process",
     "test_disaggregated_faults.py",
     "test_faults.py::test_torchrun_restarts_killed_rank_exactly",
-    "test_hung_data.py",
+    "test_stalled_workers.py",
     "test_train_faults.py::test_kill_during_async_save_loses_that_save",
     "test_train_faults.py::test_sigterm_to_one_rank_stops_all_together",
     "test_train_faults.py::test_plain_python_trains_and_exits_with_0",
@@ -113,10 +113,10 @@ CAMPAIGNS = {
     "test_kill_while_saving.py::test_thirty_kills_leave_complete_checkpoints",
     "test_train_faults.py::test_torchrun_recovers_from_five_kills_exactly",
     # Programs with slowed functions.
-    "test_silence.py::test_run_and_export_log_slow_functions",
-    "test_silence.py::test_cluster_planning_logs_slow_functions",
+    "test_progress_logs.py::test_run_and_export_log_slow_functions",
+    "test_progress_logs.py::test_cluster_planning_logs_slow_functions",
     *(
-        f"test_silence.py::test_programs_log_imports_at_once[scripts/{name}.py]"
+        f"test_progress_logs.py::test_programs_log_imports_at_once[scripts/{name}.py]"
         for name in (
             "text_baseline",
             "calibrate",
@@ -138,7 +138,7 @@ CAMPAIGNS = {
     "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
     "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
     # Long equality tests and complete runs on several ranks. Shorter ones run always.
-    "test_launched_equality.py::test_launched_kernels_equal_one_process[4]",
+    "test_overlap_equality.py::test_launched_kernels_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_equal_unsharded_for_varying_lengths",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
     *(
@@ -202,8 +202,8 @@ CAMPAIGNS = {
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
     "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files. Fewer random cases run always.
-    "test_broken.py::test_wrong_config_values_name_key[2-3000]",
-    "test_broken.py::test_damaged_files_are_named[2-2000]",
+    "test_invalid_models.py::test_wrong_config_values_name_key[2-3000]",
+    "test_invalid_models.py::test_damaged_files_are_named[2-2000]",
     # Random recipes with an injected defect. Other defects run always.
     "test_fuzz.py::test_judge_detects_defect[gradient-gradient of]",
     "test_fuzz.py::test_judge_detects_defect[averages-average: rank 0]",
@@ -220,10 +220,10 @@ CAMPAIGNS = {
         f"test_gradient_reduction.py::test_gradients_reduced_per_microbatch_equal_single_process[{c}]"
         for c in ("4-compared1", "4-compared2")
     ),
-    "test_launched_equality.py::test_launched_kernels_equal_one_process[2]",
+    "test_overlap_equality.py::test_launched_kernels_equal_one_process[2]",
     "test_mixed_precision.py::test_one_rank_equals_fsdp_on_one_rank",
     "test_searched_modalities.py",
-    "test_silence.py::test_programs_log_imports_at_once[train.py]",
+    "test_progress_logs.py::test_programs_log_imports_at_once[train.py]",
     "test_searched_equality.py::test_searched_multimodal_plans_equal_single_process[qwen3_omni_moe_thinker]",
     "test_train_float8.py::test_float8_layouts_equal_one_process[slices]",
     "test_train.py::test_context_parallel_records_equal_single_process",
@@ -232,7 +232,7 @@ CAMPAIGNS = {
     "test_train_pipeline.py::test_averaged_weights_are_exported_and_validated",
     "test_video_equality.py::test_searched_video_plans_equal_single_process",
     "test_early_stop.py::test_early_signal_ends_blocked_c_code",
-    "test_limited_systems.py::test_small_shared_memory_warns_then_ends_run",
+    "test_system_limits.py::test_small_shared_memory_warns_then_ends_run",
     "test_run_directory.py::test_disk_too_small_for_export",
     "test_run_directory.py::test_disk_that_fills_during_training",
     "test_fuzz.py::test_judge_detects_defect[-]",
@@ -284,7 +284,7 @@ CAMPAIGNS = {
     "test_train_faults.py::test_damaged_checkpoint_error_names_file",
     "test_train_faults.py::test_unusable_source_fails_before_weights_load[validation]",
     "test_uploads.py::test_store_errors_at_start_are_named[away]",
-    "test_tuned_equality.py::test_tuned_plans_equal_single_process[2]",
+    "test_layer_tuning_equality.py::test_tuned_plans_equal_single_process[2]",
     "test_train_features.py::test_compiled_layers_have_two_graphs_each",
     "test_generate_script.py::test_images_are_generated_from_prompts[videos-gif]",
     *(

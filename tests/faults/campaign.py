@@ -48,16 +48,16 @@ SAVED = "unit/training/test_checkpoint.py::"
 COPIES = "unit/extensions/remote/test_checkpoint_upload.py::"
 UPLOADS = "faults/test_uploads.py::"
 STARTS = "faults/test_bad_starts.py::"
-HOSTILE = "unit/data/test_hostile_records.py::"
-HUNG = "faults/test_hung_data.py::"
+HOSTILE = "unit/data/test_invalid_records.py::"
+HUNG = "faults/test_stalled_workers.py::"
 LOADER = "unit/data/test_loader.py::"
 METRICS = "unit/training/test_metrics.py::"
 READER = "unit/data/test_shared_reader.py::"
 REGISTRY = "unit/extensions/remote/test_registry.py::"
-PLANNED = "unit/extensions/remote/test_planned_by_producers.py::"
+PLANNED = "unit/extensions/remote/test_producer_plans.py::"
 PLANNING = "unit/balance/pipeweaver/test_planning_process.py::"
 STEPS = "unit/common/test_step_process.py::"
-BESIDE = "unit/balance/pipeweaver/test_schedules_beside.py::"
+BESIDE = "unit/balance/pipeweaver/test_background_schedules.py::"
 EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
 RAY = "faults/test_ray_runs.py::"
@@ -65,10 +65,10 @@ SLURM = "faults/test_slurm.py::"
 VALUES = "unit/models/test_config_values.py::"
 DAMAGED = "unit/models/test_damaged_files.py::"
 EARLY = "faults/test_early_stop.py::"
-LIMITED = "faults/test_limited_systems.py::"
+LIMITED = "faults/test_system_limits.py::"
 CONNECTIONS = "unit/extensions/remote/test_connections.py::"
 ANSWERS = "unit/extensions/remote/test_producer_answers.py::"
-ENERGON = "unit/extensions/formats/test_hostile_energon.py::"
+ENERGON = "unit/extensions/formats/test_invalid_energon.py::"
 TEMPLATES = "unit/data/test_chat_limits.py::"
 TEXTS = "unit/data/test_text_files.py::"
 PAGES = "unit/extensions/reports/test_run_page.py::"
@@ -175,8 +175,8 @@ FAULTS = [
         (
             f"{HUNG}test_hung_workers_end_run_with_names",
             f"{HUNG}test_peers_name_rank_waiting_for_data",
-            "unit/data/test_waiting.py::test_stopped_worker_is_reported_and_killed",
-            "unit/data/test_waiting.py::test_unresponsive_file_raises_after_timeout",
+            "unit/data/test_data_timeouts.py::test_stopped_worker_is_reported_and_killed",
+            "unit/data/test_data_timeouts.py::test_unresponsive_file_raises_after_timeout",
         ),
     ),
     Fault(
@@ -344,8 +344,8 @@ FAULTS = [
             f"{PREEMPT}test_status_that_cannot_be_replaced_is_removed",
             f"{PREEMPT}test_readers_never_read_incomplete_status",
             f"{PREEMPT}test_first_failure_replaces_lost_peer_in_any_order",
-            "unit/training/test_ending.py::test_unwritable_status_preserves_first_error",
-            "unit/training/test_ending.py::test_error_of_closing_preserves_first_error",
+            "unit/training/test_first_error.py::test_unwritable_status_preserves_first_error",
+            "unit/training/test_first_error.py::test_error_of_closing_preserves_first_error",
         ),
     ),
     Fault(
@@ -676,9 +676,9 @@ FAULTS = [
         "error names all of them; between members: warning",
         "complete shards",
         (
-            "unit/data/test_torn_tars.py::test_truncated_shard_is_reported",
-            "unit/data/test_torn_tars.py::test_shard_truncated_between_members_warns",
-            "unit/data/test_torn_tars.py::test_all_truncated_shards_are_reported",
+            "unit/data/test_truncated_tars.py::test_truncated_shard_is_reported",
+            "unit/data/test_truncated_tars.py::test_shard_truncated_between_members_warns",
+            "unit/data/test_truncated_tars.py::test_all_truncated_shards_are_reported",
         ),
     ),
     Fault(
@@ -872,8 +872,8 @@ FAULTS = [
         "rejected without a prompt",
         "no side effect",
         (
-            "unit/models/test_foreign_code.py::test_model_with_python_code_is_rejected",
-            "unit/models/test_foreign_code.py::test_tokenizer_with_python_code_is_rejected",
+            "unit/models/test_custom_code.py::test_model_with_python_code_is_rejected",
+            "unit/models/test_custom_code.py::test_tokenizer_with_python_code_is_rejected",
         ),
     ),
     Fault(
@@ -1372,7 +1372,7 @@ FAULTS = [
         "-",
         (
             f"{TEXTS}test_decompression_stops_at_limit",
-            "unit/data/test_torn_tars.py::test_large_text_member_is_corrupt",
+            "unit/data/test_truncated_tars.py::test_large_text_member_is_corrupt",
             "unit/data/test_images.py::test_images_with_huge_headers_are_corrupt",
         ),
     ),

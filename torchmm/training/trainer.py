@@ -18,23 +18,15 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, PreemptedError
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
-from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.compilation import log_compiled_graphs
 from torchmm.parallel.health.peers import HealthMonitor
-from torchmm.recipe.data_section import unique_names
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
 from torchmm.training.components import RunComponents
 from torchmm.training.hooks.hook import FinishedStep, TrainingContext, TrainState
 from torchmm.training.hooks.registry import build_hooks
 from torchmm.training.metrics import StepMeter
 from torchmm.training.optim import OptimizerUpdate
-from torchmm.training.shutdown import (
-    Status,
-    StopSignal,
-    closing_on_exit,
-    stop_message,
-    write_status,
-)
+from torchmm.training.shutdown import StopSignal, closing_on_exit, stop_message
 from torchmm.training.step import TrainStep, loss_weights
 
 
@@ -59,15 +51,10 @@ class Trainer:
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
-        components.model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
+        config = recipe.optimizer
         self.updates = OptimizerUpdate(
-            components.model,
-            components.optimizer,
-            mesh,
-            recipe.optimizer,
-            steps,
-            components.average,
+            components.model, components.optimizer, mesh, config, steps, components.average
         )
         self.meter = StepMeter(mesh, components.pipeline, recipe.metrics.peak_tflops)
         self.health = HealthMonitor(
@@ -101,8 +88,6 @@ class Trainer:
         batches = components.loader.batches(lambda: self.stop.received is not None)
         if components.restored and components.restored.rng is not None:
             restore_rng(components.restored.rng)
-        if components.mesh.rank == 0:
-            write_status(components.run_dir, Status("running", self.step, 0))
         is_stopping = False
         while self.step < steps and not is_stopping:
             step = self.step + 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import CountFused, CountTraffic
-from test_part_operators import RealLayer, traffic
+from test_layer_operators import RealLayer, traffic
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, ShardLinks, all_gather_operators

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_cost_model import DEVICE, LLM, METAS, PROFILE
-from test_part_operators import TOKENS, RealLayer
+from test_layer_operators import TOKENS, RealLayer
 from torch import Tensor
 
 from torchmm.balance.costs.model import CostModel, StageCosts

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_mirrors import graph
+from test_replicated_stages import graph
 
 from torchmm.balance.optimus.action_order import optimus_steps
 from torchmm.balance.optimus.encoder_overlap import EncoderOverlap

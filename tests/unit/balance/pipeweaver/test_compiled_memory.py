@@ -8,11 +8,11 @@ use the decompositions and partitioner of Inductor without code generation, whic
 from __future__ import annotations
 
 import pytest
+import test_layer_tuning_memory
 import test_model_stages
-import test_tuned_memory
 import torch
 from support.allocations import held_in_a_step, traced_peak_bytes
-from test_part_operators import RealLayer
+from test_layer_operators import RealLayer
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch
@@ -77,13 +77,13 @@ def test_compiled_step_stays_within_memory_limit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(test_model_stages, "apply_activation_checkpoint", compiled)
     step = CompiledStep("clip")
     batch = step.batch(0)
-    plan = step.plan("gpipe", batch, test_tuned_memory.PARTS)
+    plan = step.plan("gpipe", batch, test_layer_tuning_memory.PARTS)
     for limit, predicted, measured in step.tuned(plan, batch):
         assert 0.85 * predicted <= measured <= predicted <= limit, measured / limit
     assert compilation.new_graphs()
 
 
-class CompiledStep(test_tuned_memory.Step):
+class CompiledStep(test_layer_tuning_memory.Step):
     """Step with traced memory, because compiled code allocates without operators."""
 
     def peak_bytes(self, plan: PipelinePlan, batch: list[Microbatch]) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import test_hostile_records as hostile
+import test_invalid_records as hostile
 import test_sources as sources
 from data_cases import write_meta, write_shard
-from test_hostile_records import NAMES, RECORDS, open_loader, small_limits
+from test_invalid_records import NAMES, RECORDS, open_loader, small_limits
 
 __all__ = ["open_loader", "small_limits"]
 

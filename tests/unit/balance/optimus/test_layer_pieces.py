@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_mirrors import graph
+from test_replicated_stages import graph
 
 from torchmm.balance.optimus.encoder_overlap import EncoderOverlap
 from torchmm.balance.optimus.yield_points import insert_yield_points
