@@ -620,3 +620,5 @@ class TextSpec:
     sound_suffix: MarkerText = ()
     around_sounds: tuple[str, str] = ("", "")
     """See `TextConventions`."""
+    audio_chunk_tokens: int | None = None
+    """See `TextConventions`."""

@@ -45,6 +45,7 @@ from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, OpenedImage, to_rgb
+from torchmm.data.record_formats.columns import encode_wav
 from torchmm.data.record_formats.sample import MAX_ASPECT_RATIO, NO_OPTIONS, MediaOptions
 from torchmm.recipe.data_section import VideoConfig
 
@@ -52,6 +53,8 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,f
 """FFmpeg demuxers for untrusted data."""
 MAX_DURATION_S = 1e6
 """Maximum plausible duration of a video in seconds."""
+MAX_AUDIO_S = 3600
+"""Maximum duration of the audio track of a video in seconds."""
 MIN_SEEK_FRAMES = 48
 """Minimum number of skipped frames for which decoding seeks to a key frame."""
 
@@ -93,6 +96,14 @@ class Video(ABC):
         Raises:
             CorruptSampleError: Frames cannot be decoded, or the file ends before them.
         """
+
+    def audio(self, start_s: float | None, end_s: float | None) -> bytes | None:
+        """Return the audio track as a WAVE file, or None if the video has no audio.
+
+        Raises:
+            CorruptSampleError: The audio cannot be decoded.
+        """
+        raise CorruptSampleError("use_audio_in_video = true, but a list of frames has no audio")
 
     def check_files(self) -> None:  # noqa: B027 - files of a single header
         """Raise CorruptSampleError if the header of a selected frame is not valid."""
@@ -237,6 +248,29 @@ class VideoFile(Video):
         if [time for time, _ in decoded] != times:  # seeking fails in some files
             decoded = self._decode(times, seek=False)
         return [image for _, image in decoded]
+
+    def audio(self, start_s: float | None, end_s: float | None) -> bytes | None:
+        import av  # noqa: PLC0415 - an extra
+
+        with self._open_stream() as (container, _):
+            if not container.streams.audio:
+                return None
+            stream = container.streams.audio[0]
+            rate = stream.codec_context.sample_rate
+            resampler = av.AudioResampler(format="fltp")
+            last_sample = None if end_s is None else int(end_s * rate)
+            parts: list[np.ndarray] = []
+            samples = 0
+            for frame in (*container.decode(stream), None):
+                for converted in resampler.resample(frame):
+                    parts.append(converted.to_ndarray())
+                    samples += parts[-1].shape[1]
+                if samples > MAX_AUDIO_S * rate:
+                    raise CorruptSampleError(f"audio of a video is longer than {MAX_AUDIO_S} s")
+        if not samples:
+            return None
+        array_CS = np.concatenate(parts, axis=1)[:, int((start_s or 0) * rate) : last_sample]
+        return encode_wav({"array": array_CS.mean(0), "sampling_rate": rate}, "audio")
 
     def _decode(self, times: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
         """Return the first frame at or after each time, with the time of the frame."""

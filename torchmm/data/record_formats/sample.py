@@ -93,6 +93,8 @@ class MediaOptions:
     """Time of the first frame in seconds."""
     video_end: float | None = None
     """Time of the last frame in seconds."""
+    use_audio_in_video: bool | None = None
+    """Whether to read the audio track of the video."""
 
     @property
     def size_keys(self) -> list[str]:
@@ -118,15 +120,7 @@ class MediaOptions:
                 )
             if value is None or value != value:  # noqa: PLR0124 - NaN in tables
                 continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_time = key in ("fps", "sample_fps", "video_start", "video_end")
-            minimum = 0 if key.startswith("video_") else MIN_FRAME_RATE if is_time else 1
-            if not is_number or not minimum <= value < 1 << 31 or not (is_time or value % 1 == 0):
-                kind_of_number = "a number" if is_time else "an integer"
-                raise CorruptSampleError(
-                    f"{kind} has {key} = {value!r:.80}; use {kind_of_number} of at least {minimum}"
-                )
-            options[key] = value if is_time else int(value)
+            options[key] = _check_option(kind, key, value)
         for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
             if options.get(low, 0) > options.get(high, 1 << 31):
                 raise CorruptSampleError(
@@ -142,6 +136,21 @@ class MediaOptions:
                 f"{MAX_ASPECT_RATIO}"
             )
         return cls(**options)
+
+
+def _check_option(kind: str, key: str, value: Any) -> Any:
+    """Return the value of an option of `MediaOptions`. May raise CorruptSampleError."""
+    is_time = key in ("fps", "sample_fps", "video_start", "video_end")
+    minimum = 0 if key.startswith("video_") else MIN_FRAME_RATE if is_time else 1
+    if key == "use_audio_in_video":
+        valid, expected = isinstance(value, bool), "true or false"
+    else:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        valid = is_number and minimum <= value < 1 << 31 and (is_time or value % 1 == 0)
+        expected = f"{'a number' if is_time else 'an integer'} of at least {minimum}"
+    if not valid:
+        raise CorruptSampleError(f"{kind} has {key} = {value!r:.80}; use {expected}")
+    return value if is_time or isinstance(value, bool) else int(value)
 
 
 MIN_FRAME_RATE = 1e-4

@@ -24,7 +24,15 @@ from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import LimitedTemplate
 from torchmm.data.media.images import resolution_settings, unsupported_options
 from torchmm.data.media.preprocessors import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
+from torchmm.data.media.text import (
+    AudioVideoSegment,
+    EncodedSample,
+    FramesSegment,
+    TextEncoder,
+    TiledSegment,
+    interleave_audio,
+    vision_block,
+)
 from torchmm.data.media.tiles import Tile, TiledImage, TiledMedia, limit_total_tiles
 from torchmm.data.media.video import FrameFiles, Video, VideoFile, VideoFrames, VideoMedia
 from torchmm.data.record_formats.detect import parse_record
@@ -357,13 +365,47 @@ class SampleReader:
         assert segment.encoder is not None
         medium = self.video_media[segment.encoder]
         kind = FramesSegment if medium.is_stacked else TiledSegment
-        for part in medium.parts(video, segment.options):
+        parts = medium.parts(video, segment.options)
+        if segment.options.use_audio_in_video:
+            audio = self._read_audio(segment, video)
+            if audio is not None:
+                ((_, _, file, meta),) = parts
+                data, audio_meta = audio
+                block = vision_block(self.text_spec, 0, medium.token_grid(meta), meta)
+                chunk_tokens = self.text_spec.audio_chunk_tokens
+                assert chunk_tokens is not None
+                is_audio = interleave_audio(block, audio_meta.tokens, chunk_tokens)
+                segments.append(
+                    AudioVideoSegment(encoder=segment.encoder, is_audio=tuple(is_audio.tolist()))
+                )
+                files += [file, data]
+                metas += [self._with_encoder(meta, segment.encoder), audio_meta]
+                return
+        for part in parts:
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
             frames = kind(encoder=segment.encoder, markers=part.markers)
             segments.append(frames if part.markers else segment)
             files.append(part.file)
             metas.append(self._with_encoder(part.meta, segment.encoder))
+
+    def _read_audio(self, segment: VideoSegment, video: Video) -> tuple[bytes, ImageMeta] | None:
+        """Return the audio track of a video with its metadata, or None if it has no audio.
+
+        Raises:
+            CorruptSampleError: The model does not read the audio of videos.
+        """
+        readers = self._readers
+        if self.text_spec.audio_chunk_tokens is None or not readers["audio"]:
+            raise CorruptSampleError(
+                "use_audio_in_video = true requires Qwen2.5-Omni or Qwen3-Omni with a vision "
+                "and an audio encoder; remove the key from the record"
+            )
+        data = video.audio(segment.options.video_start, segment.options.video_end)
+        if data is None:
+            return None
+        (encoder,) = readers["audio"]
+        return data, self._with_encoder(self.media[encoder].meta(data), encoder)
 
     def _tile_images(self, sample: Sample, read_counter: ReadCounter) -> dict[int, TiledImage]:
         """Return the images that are cut into tiles, by segment index."""
