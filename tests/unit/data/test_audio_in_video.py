@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from data_cases import QWEN, caption, data_config, training, write_parquet
+from data_cases import (
+    QWEN,
+    caption,
+    data_config,
+    planned_shares,
+    training,
+    write_parquet,
+)
 from model_cases import AUDIO_TOKEN_ID, build, composite_config, relative_error
 from omni_cases import (
     AUDIO_END,
@@ -237,6 +244,15 @@ def test_batches_have_alternating_tokens(streaming, tmp_path, tokenizer, text_sp
         .pixels(VideoFile(data, 10_000).audio(None, None), audio)
     )
     assert np.array_equal(ear.values().pixels[: audio.patches].numpy(), pixels)
+    if streaming:
+        return
+    packs, decoder = next(planned_shares(loader))[0], loader._decoder
+    rebuilt = decoder.rebuild(packs, {}, microbatch)  # as of a producer
+    assert torch.equal(rebuilt.position_ids, microbatch.position_ids)
+    shape = microbatch.position_ids.shape
+    (sample, *_) = microbatch.meta.samples
+    masked = decoder.mask_corrupt_samples(microbatch, packs, {f"{sample.source}[{sample.index}]"})
+    assert masked.position_ids.shape == shape and not (masked.input_ids_T[:length] == 433).any()
 
 
 def test_unsupported_audio_tracks_are_rejected(tokenizer, text_spec, root) -> None:
