@@ -64,6 +64,8 @@ class ImageMeta:
     """Duration of audio or video. For a single video frame, that of the interval it represents."""
     frame_pixels: int = 0
     """Maximum number of pixels of a video frame after resizing. 0: the limit of images."""
+    rows: int = 0
+    """Number of patch rows, if the record limits the size (`MediaOptions`). 0: no such limit."""
 
 
 def cuda_graph_image_count(count: int) -> int:
@@ -617,4 +619,6 @@ class TextSpec:
     sound_prefix: MarkerText = ()
     sound_suffix: MarkerText = ()
     around_sounds: tuple[str, str] = ("", "")
+    """See `TextConventions`."""
+    audio_chunk_tokens: int | None = None
     """See `TextConventions`."""

@@ -423,11 +423,13 @@ class StepDecoder(Dataset[DecodedStep]):
                     )
             step.decoded_media += sum(flags.images) + sum(flags.target_images)
             kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
+            text = sample.text
             token_offsets = [
                 file.token_offsets if isinstance(file, Tile) else self._token_offsets(image)
                 for file, image in zip(sample.files, meta.images, strict=True)
             ]
-            text = sample.text
+            for number, offsets in text.token_offsets.items():
+                token_offsets[number] = offsets
             ids_L = np.asarray(text.ids, np.int64)
             return DecodedSample(
                 ids_L, text.targets_L, text.image_starts, pixels, kept, token_offsets, target_images

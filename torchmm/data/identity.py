@@ -80,6 +80,9 @@ class SamplesDigest:
                 video = file.video
                 self._hash.update(video.data)
             self._hash.update(str(file.frame_indices).encode())
+        rows = [image.rows for image in sample.images]
+        if any(rows):
+            self._hash.update(str(rows).encode())
 
     def hexdigest(self) -> str:
         """Return the digest of all added samples."""

@@ -34,7 +34,7 @@ from torchmm.common.sequence_slices import BalancedMicrobatch
 from torchmm.common.tiles import TileRegion
 from torchmm.data.items import Item, PackItems, RankImages, microbatch_meta
 from torchmm.data.media.preprocessors import MediaPreprocessor
-from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.text import VisionBlock, mrope_positions, vision_block
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.target_images import TargetImage, TargetImageBuilder
 
@@ -104,12 +104,13 @@ class MicrobatchBuilder:
         """Append the tokens and images of a sample, with the index of its data source."""
         generated = [True] * len(sample.target_images)
         self.append_images(sample, meta, [True] * len(meta.images), generated)
-        blocks = [
-            self._vision_block(start, image)
-            for start, image in zip(sample.image_starts, meta.images, strict=True)
-            if self._reader.preprocessor_of(image).spec.modality
-            == "image"  # audio has text positions
-        ]
+        blocks = []
+        for number, (start, image) in enumerate(zip(sample.image_starts, meta.images, strict=True)):
+            medium = self._reader.preprocessor_of(image)
+            if medium.spec.modality == "image":  # audio has text positions
+                is_audio = self._audio_of_video(sample, number)
+                grid = medium.token_grid(image)
+                blocks.append(vision_block(self._reader.text_spec, start, grid, image, is_audio))
         positions = self._text_positions(len(sample.ids_L), blocks)
         self._append_tokens(sample.ids_L, sample.targets_L, positions, source)
 
@@ -225,16 +226,20 @@ class MicrobatchBuilder:
             read.blank,
         )
 
-    def _vision_block(self, start: int, image: ImageMeta) -> VisionBlock:
-        block = self._reader.preprocessor_of(image).token_grid(image)
-        spec = self._reader.text_spec
-        per_second = spec.tokens_per_second
-        if per_second is None:
-            return VisionBlock(start, *block)
-        step_s = image.duration_ms / (1000 * image.frames)
-        if spec.clip_times == "sides":  # Qwen2.5-VL computes this product first
-            return VisionBlock(start, *block, per_second * step_s)
-        return VisionBlock(start, *block, step_s, per_second)
+    def _audio_of_video(self, sample: DecodedSample, number: int) -> np.ndarray | None:
+        """Return whether each token of a video and its audio is of the audio, or None.
+
+        The audio of a video follows without a marker. Separate audio has a marker before it.
+        """
+        if self._reader.text_spec.audio_chunk_tokens is None or sample.blank:
+            return None
+        starts, offsets = sample.image_starts, sample.token_offsets
+        video_K = starts[number] + offsets[number]
+        if number + 1 == len(starts) or starts[number + 1] - 1 not in video_K:
+            return None
+        is_audio = np.zeros(len(video_K) + len(offsets[number + 1]), bool)
+        is_audio[starts[number + 1] - starts[number] + offsets[number + 1]] = True
+        return is_audio
 
     def _text_positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
         if self._reader.text_spec.positions == "mrope":

@@ -34,6 +34,7 @@ from torchmm.data.media.uint8_pixels import (
     noise_image,
     to_model_inputs,
 )
+from torchmm.data.record_formats.sample import MAX_ASPECT_RATIO, NO_OPTIONS, MediaOptions
 
 FORMATS = (
     *("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
@@ -44,8 +45,6 @@ MAX_HEADER_BYTES = 16 << 20
 """Maximum size of a header. Color profiles, thumbnails and depth maps have a few MB."""
 MAX_HEADER_READS = 100_000
 """Maximum number of reads for a header. Pillow reads PPM comments byte by byte."""
-MAX_ASPECT_RATIO = 200
-"""Maximum aspect ratio, as in the Qwen2-VL processor."""
 EXIF_ORIENTATION = 0x0112
 EXIF_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -314,12 +313,54 @@ class ImagePreprocessor:
             height, width = self._layout.size(width_px, height_px, limit_px)
         return ImageGrid(height // patch, width // patch)
 
-    def meta(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageMeta:
-        """Return the metadata of an upright image of this size."""
-        grid = self.grid(width_px, height_px, limit_px)
+    def grid_of(self, image: ImageMeta) -> ImageGrid:
+        """Return the patch grid of an image, or of a frame of a video."""
+        if image.rows:
+            return ImageGrid(image.rows, image.patches // (image.frames * image.rows))
+        return self.grid(image.width_px, image.height_px, image.frame_pixels)
+
+    def meta(
+        self,
+        width_px: int,
+        height_px: int,
+        limit_px: int = 0,
+        options: MediaOptions = NO_OPTIONS,
+    ) -> ImageMeta:
+        """Return the metadata of an upright image of this size.
+
+        Args:
+            width_px: Width in pixels.
+            height_px: Height in pixels.
+            limit_px: See `grid`.
+            options: Options of the image or of its video.
+
+        Raises:
+            CorruptSampleError: The processor does not support the options.
+        """
+        if options.size_keys:
+            size = self._layout and self._layout.size_with_options(
+                width_px, height_px, limit_px, options
+            )
+            if size is None:
+                raise unsupported_options(self.spec, options, "resizes by different rules")
+            limit_px, side = 0, self.spec.patch_size_px
+            grid = ImageGrid(size[0] // side, size[1] // side)
+        else:
+            grid = self.grid(width_px, height_px, limit_px)
         patches = grid.rows * grid.columns
         tokens = patches // self.spec.merge**2 + self.spec.extra_tokens
-        return ImageMeta(width_px, height_px, patches, tokens, frame_pixels=limit_px)
+        rows = grid.rows if options.size_keys else 0
+        return ImageMeta(width_px, height_px, patches, tokens, frame_pixels=limit_px, rows=rows)
+
+    def inputs(self, image: Image.Image, meta: ImageMeta) -> np.ndarray:
+        """Return the inputs of an RGB image, or of a frame of a video, in storage format."""
+        if not meta.rows:
+            return self.stored_pixels(image, meta.frame_pixels)
+        grid, side = self.grid_of(meta), self.spec.patch_size_px
+        resized = image.resize((grid.columns * side, grid.rows * side), self.processor.resample)
+        raw = RAW_SETTINGS if self.byte_values is not None else {}
+        pixels = self._run_patches(resized, do_resize=False, **raw)
+        return np.ascontiguousarray(pixels, self._dtype)
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Return the inputs of an RGB image without padding: (C, H, W) or (P, D), float32."""
@@ -339,9 +380,13 @@ class ImagePreprocessor:
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
         """Return all-zero inputs of the same shape in storage format."""
-        grid = self.grid(width_px, height_px, limit_px)
+        return self.blank_of(self.meta(width_px, height_px, limit_px))
+
+    def blank_of(self, image: ImageMeta) -> np.ndarray:
+        """Return all-zero inputs of an image, or of a frame of a video, in storage format."""
         if self._layout is None:
             return np.zeros((3, *self._fixed_shape), self._dtype)
+        grid = self.grid_of(image)
         return np.zeros((grid.rows * grid.columns, self._patch_values), self._dtype)
 
     @property
@@ -411,6 +456,15 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
             f"encoder {encoder!r}: transformers {transformers.__version__}: {reason} Install it, "
             "or transformers 5.18 or newer"
         ) from error
+
+
+def unsupported_options(spec: ImageSpec, options: MediaOptions, reason: str) -> CorruptSampleError:
+    """Return the error of an encoder that does not support the size options of a file."""
+    values = ", ".join(f"{key} = {getattr(options, key)}" for key in options.size_keys)
+    return CorruptSampleError(
+        f"{values}: {spec.processor_class} of encoder {spec.encoder!r} {reason}; remove the keys "
+        "from the record, or use an encoder with the image processor of Qwen2-VL"
+    )
 
 
 def resolution_settings(processor: Any) -> list[str]:

@@ -31,6 +31,11 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
 from torchmm.common.batch import ImageSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.uint8_pixels import shape_array
+from torchmm.data.record_formats.sample import MediaOptions
+
+RESIZED_TOKENS = 4, 16384
+"""Minimum and maximum number of tokens of an image whose record sets its size, as in
+`qwen_vl_utils`."""
 
 
 class PatchLayout(ABC):
@@ -71,6 +76,16 @@ class PatchLayout(ABC):
         Raises:
             CorruptSampleError: The processor cannot resize an image of this size.
         """
+
+    def size_with_options(
+        self, width_px: int, height_px: int, limit_px: int, options: MediaOptions
+    ) -> tuple[int, int] | None:
+        """Return (height, width) after resizing with the options of a record.
+
+        Returns:
+            None if the processor does not have such options.
+        """
+        return None
 
     @abstractmethod
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
@@ -122,6 +137,24 @@ class MergedLayout(PatchLayout):
         min_px, max_px = self.limits(limit_px)["size"].values()
         return smart_resize(height_px, width_px, self.token_px, min_px, max_px)
 
+    def size_with_options(
+        self, width_px: int, height_px: int, limit_px: int, options: MediaOptions
+    ) -> tuple[int, int] | None:
+        side = self.token_px
+        if options.resized_height is not None and options.resized_width is not None:
+            limits = (tokens * side**2 for tokens in RESIZED_TOKENS)
+            return smart_resize(options.resized_height, options.resized_width, side, *limits)
+        min_px, max_px = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
+        if options.min_pixels is not None:
+            min_px = options.min_pixels
+            max_px = max(min_px, max_px)
+        if options.max_pixels is not None:
+            max_px = options.max_pixels
+            min_px = min(min_px, max_px)
+        if limit_px:  # as `qwen_vl_utils`, leave a margin above the minimum
+            max_px = min(max_px, max(limit_px, int(1.05 * min_px)))
+        return smart_resize(height_px, width_px, side, min_px, max_px)
+
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
         return np.asarray(outputs["pixel_values"])
 
@@ -140,6 +173,11 @@ class FramedLayout(MergedLayout):
 
     def limits(self, limit_px: int) -> dict[str, Any]:
         return super().limits(limit_px * self.processor.temporal_patch_size)
+
+    def size_with_options(
+        self, width_px: int, height_px: int, limit_px: int, options: MediaOptions
+    ) -> tuple[int, int] | None:
+        return None
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
         min_px, max_px = self.limits(limit_px)["size"].values()

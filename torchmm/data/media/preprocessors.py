@@ -14,6 +14,7 @@ from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_error
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.images import ImagePreprocessor, OpenedImage
+from torchmm.data.record_formats.sample import NO_OPTIONS, MediaOptions
 
 
 class MediaPreprocessor(Protocol):
@@ -76,15 +77,15 @@ class ImageMedia:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}  # open files cannot be pickled
 
-    def meta(self, data: bytes) -> ImageMeta:
+    def meta(self, data: bytes, options: MediaOptions = NO_OPTIONS) -> ImageMeta:
         """Return the sizes of a file, from its header. May raise CorruptSampleError."""
         self._opened = None
         self._opened = OpenedImage(data, self._max_pixels)
-        return self.preprocessor.meta(*self._opened.size())
+        return self.preprocessor.meta(*self._opened.size(), options=options)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the patch grid as (frames, rows, columns)."""
-        grid = self.preprocessor.grid(meta.width_px, meta.height_px)
+        grid = self.preprocessor.grid_of(meta)
         return 1, grid.rows, grid.columns
 
     def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
@@ -98,11 +99,11 @@ class ImageMedia:
         self._opened = None
         if opened is None or opened.data is not data:
             opened = OpenedImage(data, self._max_pixels)
-        return self.preprocessor.stored_pixels(opened.rgb())
+        return self.preprocessor.inputs(opened.rgb(), meta)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Return all-zero inputs of the same shape."""
-        return self.preprocessor.blank(meta.width_px, meta.height_px)
+        return self.preprocessor.blank_of(meta)
 
 
 def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import IGNORE_TARGET, MarkerText, TextSpec
+from torchmm.common.batch import IGNORE_TARGET, ImageMeta, MarkerText, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.record_formats.sample import (
@@ -62,6 +62,14 @@ class FramesSegment(VideoSegment):
 
 
 @dataclass(frozen=True)
+class AudioVideoSegment(VideoSegment):
+    """Video and its audio track, whose tokens alternate."""
+
+    is_audio: tuple[bool, ...] = ()
+    """Whether each token is of the audio."""
+
+
+@dataclass(frozen=True)
 class EncodedSample:
     """Tokenized sample of at most `sequence_length` tokens."""
 
@@ -76,6 +84,9 @@ class EncodedSample:
     """Whether tokens beyond `sequence_length` were dropped."""
     overflow_tokens: int = 0
     """Number of tokens, with markers, of the file before which the sample was truncated."""
+    token_offsets: dict[int, np.ndarray] = field(default_factory=dict)
+    """Positions of the tokens of a video and of its audio, by image. They are relative to the first
+    placeholder. Placeholders of images that are not listed are consecutive, except for row ends."""
 
     @property
     def targets_L(self) -> np.ndarray:
@@ -139,6 +150,7 @@ class TextEncoder:
                 block, starts = self._image_block(piece, counts)
                 if len(out.ids) + len(block) > limit:
                     return replace(out, truncated=True, overflow_tokens=len(block))
+                out.token_offsets.update(enumerate(piece.track_offsets(), len(out.image_starts)))
                 out.image_starts.extend(len(out.ids) + start for start in starts)
                 _extend(out, block, loss=False)
         if sample.add_eos and spec.eos_token_id is not None:
@@ -217,6 +229,13 @@ class TextEncoder:
         if markers[-1] and isinstance(markers[-1][-1], str):
             after, markers[-1] = markers[-1][-1], markers[-1][:-1]
         block = _ImageBlock(placeholder, markers)
+        if isinstance(segment, AudioVideoSegment):
+            assert spec.sound_token_id is not None
+            markers = [
+                spec.image_prefix + spec.sound_prefix,
+                spec.sound_suffix + spec.image_suffix,
+            ]
+            block = _ImageBlock(placeholder, markers, spec.sound_token_id, segment.is_audio)
         return TextSegment(before, loss=False), block, TextSegment(after, loss=False)
 
     def _image_block(
@@ -226,6 +245,12 @@ class TextEncoder:
         row_end = self.spec.row_end_id
         ids = self._encode_markers(block.markers[0])
         starts = []
+        if block.is_audio:
+            starts = [len(ids) + block.is_audio.index(kind) for kind in (False, True)]
+            for _ in starts:
+                next(counts)
+            ids += [block.audio_placeholder if a else block.placeholder for a in block.is_audio]
+            return ids + self._encode_markers(block.markers[1]), starts
         for markers in block.markers[1:]:
             starts.append(len(ids))
             tokens, columns = next(counts)
@@ -254,6 +279,15 @@ class _ImageBlock(NamedTuple):
     """Token id of the placeholder."""
     markers: list[MarkerText]
     """Markers before, between and after the tiles. Two entries for a single image."""
+    audio_placeholder: int = 0
+    is_audio: tuple[bool, ...] = ()
+    """Whether each token of a video with audio is of the audio. Empty for other files."""
+
+    def track_offsets(self) -> list[np.ndarray]:
+        """Return the offsets of video tokens and of audio tokens, or [] without audio."""
+        is_audio = np.array(self.is_audio, bool)
+        tracks = [np.flatnonzero(~is_audio), np.flatnonzero(is_audio)] if self.is_audio else []
+        return [track_K - track_K[0] for track_K in tracks]
 
 
 def _join_text(first: Any, second: TextSegment) -> TextSegment:
@@ -292,6 +326,67 @@ class VisionBlock(NamedTuple):
     """Time between frames, in position units if `per_second` is 1, else in seconds."""
     per_second: float = 1.0
     """Position units per second."""
+    is_audio: np.ndarray | None = None
+    """Whether each token from `start` on is audio of the video. None for a video without audio."""
+
+    def times(self) -> np.ndarray:
+        """Return the time of each frame in position units, (frames,), float32.
+
+        The dtype and the order of products are those of transformers, so that rounding is equal.
+        """
+        frames_F = np.arange(self.frames, dtype=np.float32)
+        return frames_F * np.float32(self.time_step) * np.float32(self.per_second)
+
+
+def vision_block(
+    spec: TextSpec,
+    start: int,
+    grid: tuple[int, int, int],
+    image: ImageMeta,
+    is_audio: np.ndarray | None = None,
+) -> VisionBlock:
+    """Return the block of an image or video.
+
+    Args:
+        spec: Format of the text for the LLM.
+        start: Index of the first placeholder.
+        grid: Frames, rows and columns of tokens.
+        image: Metadata of the image or video.
+        is_audio: See `VisionBlock`.
+    """
+    per_second = spec.tokens_per_second
+    if per_second is None:
+        return VisionBlock(start, *grid, is_audio=is_audio)
+    step_s = image.duration_ms / (1000 * image.frames)
+    if spec.clip_times == "sides":  # Qwen2.5-VL computes this product first
+        return VisionBlock(start, *grid, per_second * step_s, is_audio=is_audio)
+    return VisionBlock(start, *grid, step_s, per_second, is_audio)
+
+
+def interleave_audio(block: VisionBlock, audio_tokens: int, chunk_tokens: int) -> np.ndarray:
+    """Return whether each token of a video and its audio is of the audio (Qwen Omni models).
+
+    Args:
+        block: Video. Each audio token lasts one position unit.
+        audio_tokens: Number of audio tokens.
+        chunk_tokens: See `TextConventions.audio_chunk_tokens`.
+    """
+    times_V = block.times().repeat(block.rows * block.columns)
+    tracks = [times_V, np.arange(audio_tokens, dtype=np.float32)]
+    if chunk_tokens:
+        tracks = [_chunk_numbers(times, chunk_tokens) for times in tracks]
+    is_audio = np.repeat([False, True], [len(track) for track in tracks])
+    return is_audio[np.argsort(np.concatenate(tracks), kind="stable")]
+
+
+def _chunk_numbers(times: np.ndarray, chunk_tokens: int) -> np.ndarray:
+    """Return the chunk of each token. As in transformers, it is at most one after the previous."""
+    chunks = np.zeros(len(times), np.int64)
+    chunk = 0
+    for number, time in enumerate(times.tolist()):
+        chunk += time >= (chunk + 1) * chunk_tokens
+        chunks[number] = chunk
+    return chunks
 
 
 def mrope_positions(
@@ -318,16 +413,34 @@ def mrope_positions(
     positions_3L = np.empty((3, length), np.float32 if fractional else np.int64)
     token = 0
     position: float = 0
-    for start, frames, rows, columns, time_step, per_second in blocks:
+    for block in blocks:
+        start, rows, columns = block.start, block.rows, block.columns
         positions_3L[:, token:start] = position + np.arange(start - token)
         position += start - token
-        token = start + frames * rows * columns
-        # The same dtype and order as in transformers, so that rounding is equal.
-        times = np.arange(frames, dtype=np.float32) * np.float32(time_step) * np.float32(per_second)
+        times = block.times()
         if not fractional:
             times = times.astype(np.int64)
         grid = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
-        positions_3L[:, start:token] = position + np.stack(grid).reshape(3, -1)
+        positions_3K = np.stack(grid).reshape(3, -1)
+        token = start + positions_3K.shape[1]
+        if block.is_audio is not None:
+            # Qwen2.5-Omni has equal positions for both markers before, and for both after.
+            equal_markers = clip_times == "whole"
+            if equal_markers:
+                positions_3L[:, start - 1] -= 1
+                position -= 1
+            token = start + len(block.is_audio)
+            both_3K = positions_3L[:, start:token]
+            both_3K[:, ~block.is_audio] = position + positions_3K
+            both_3K[:, block.is_audio] = position + np.arange(block.is_audio.sum())
+            last = int(np.flatnonzero(block.is_audio != block.is_audio[-1])[-1]) + 1
+            position = both_3K[:, last:].max() + 1
+            if equal_markers:
+                positions_3L[:, token : token + 2] = position
+                token += 2
+                position += 1
+            continue
+        positions_3L[:, start:token] = position + positions_3K
         if clip_times == "sides":
             position += max(rows, columns)
         else:

@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
-from math import floor
+from functools import cached_property, lru_cache
+from math import ceil, floor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,30 +44,162 @@ from torchmm.common.batch import ImageMeta, MarkerText, TextSpec
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rgb
+from torchmm.data.media.images import ImagePreprocessor, OpenedImage, to_rgb
+from torchmm.data.record_formats.columns import encode_wav
+from torchmm.data.record_formats.sample import MAX_ASPECT_RATIO, NO_OPTIONS, MediaOptions
 from torchmm.recipe.data_section import VideoConfig
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"
 """FFmpeg demuxers for untrusted data."""
 MAX_DURATION_S = 1e6
 """Maximum plausible duration of a video in seconds."""
+MAX_AUDIO_S = 3600
+"""Maximum duration of the audio track of a video in seconds."""
 MIN_SEEK_FRAMES = 48
 """Minimum number of skipped frames for which decoding seeks to a key frame."""
 
 
-class VideoFile:
-    """Video file whose sizes are read immediately and whose frames are decoded on demand.
-
-    Args:
-        data: Content of the file.
-        max_pixels: Maximum number of pixels of a frame.
+class Video(ABC):
+    """Video whose sizes are read immediately and whose frames are decoded on demand.
 
     Attributes:
-        data: Content of the file.
         frames: Number of frames.
         duration_s: Duration in seconds.
         width_px: Upright width in pixels.
         height_px: Upright height in pixels.
+    """
+
+    frames: int
+    duration_s: float
+    width_px: int
+    height_px: int
+
+    def __init__(self) -> None:
+        self._selected_frames: set[int] = set()
+
+    @property
+    @abstractmethod
+    def data(self) -> bytes:
+        """Content that determines the selected frames."""
+
+    @abstractmethod
+    def frame_time_s(self, frame: int) -> float:
+        """Return the time of a frame in seconds after the first frame."""
+
+    @abstractmethod
+    def decode(self, frames: Sequence[int]) -> list[Image.Image]:
+        """Decode frames to upright RGB images.
+
+        Args:
+            frames: Frame numbers in ascending order.
+
+        Raises:
+            CorruptSampleError: Frames cannot be decoded, or the file ends before them.
+        """
+
+    def audio(self, start_s: float | None, end_s: float | None) -> bytes | None:
+        """Return the audio track as a WAVE file, or None if the video has no audio.
+
+        Raises:
+            CorruptSampleError: The audio cannot be decoded.
+        """
+        raise CorruptSampleError("use_audio_in_video = true, but a list of frames has no audio")
+
+    def check_files(self) -> None:  # noqa: B027 - files of a single header
+        """Raise CorruptSampleError if the header of a selected frame is not valid."""
+
+    def select(self, frames: Sequence[int]) -> VideoFrames:
+        """Return a selection of frames. All selected frames are decoded together."""
+        self._selected_frames.update(frames)
+        return VideoFrames(self, tuple(frames))
+
+    @cached_property
+    def decoded(self) -> dict[int, Image.Image]:
+        """RGB images of all selected frames by frame number. May raise CorruptSampleError."""
+        frames = sorted(self._selected_frames)
+        return dict(zip(frames, self.decode(frames), strict=True))
+
+    def time_range(self, start_s: float | None, end_s: float | None) -> tuple[range, float]:
+        """Return the frames from `start_s` to `end_s`, and their duration in seconds.
+
+        Raises:
+            CorruptSampleError: The range has no frame.
+        """
+        first, stop = 0, self.frames
+        if start_s is not None:
+            first = bisect_left(range(stop), start_s, key=self.frame_time_s)
+        if end_s is not None:
+            stop = bisect_right(range(stop), end_s, key=self.frame_time_s)
+        if first >= stop:
+            raise CorruptSampleError(
+                f"video of {self.duration_s:g} s has no frame between video_start = {start_s} and "
+                f"video_end = {end_s}"
+            )
+        last_s = self.frame_time_s(stop) if stop < self.frames else self.duration_s
+        return range(first, stop), last_s - self.frame_time_s(first)
+
+
+class FrameFiles(Video):
+    """Video whose frames are image files of equal size.
+
+    Args:
+        read: Function that returns the content of a frame. It is called for selected frames only.
+        frames: Number of frames.
+        frame_rate: Number of frames per second.
+        max_pixels: Maximum number of pixels of a frame.
+
+    Raises:
+        CorruptSampleError: The first frame is not a supported image, or a size exceeds a limit.
+    """
+
+    def __init__(
+        self, read: Callable[[int], bytes], frames: int, frame_rate: float, max_pixels: int
+    ) -> None:
+        super().__init__()
+        self._read = lru_cache(maxsize=None)(read)
+        self.frames = frames
+        self.frame_rate = frame_rate
+        self.duration_s = frames / frame_rate
+        self._max_pixels = max_pixels
+        if self.duration_s >= MAX_DURATION_S:
+            raise CorruptSampleError(f"video of {frames} frames with a rate of {frame_rate} Hz")
+        self.width_px, self.height_px = self._open(0).size()
+
+    @property
+    def data(self) -> bytes:
+        """Content of the selected frames."""
+        return b"".join(self._read(frame) for frame in sorted(self._selected_frames))
+
+    def check_files(self) -> None:
+        for frame in self._selected_frames:
+            self._open(frame)
+
+    def frame_time_s(self, frame: int) -> float:
+        return frame / self.frame_rate
+
+    def decode(self, frames: Sequence[int]) -> list[Image.Image]:
+        return [self._open(frame).rgb() for frame in frames]
+
+    def _open(self, frame: int) -> OpenedImage:
+        try:
+            opened = OpenedImage(self._read(frame), self._max_pixels)
+        except CorruptSampleError as error:
+            raise CorruptSampleError(f"frame {frame + 1} of a video: {error}") from error
+        size = (self.width_px, self.height_px) if frame else opened.size()
+        if opened.size() != size:
+            raise CorruptSampleError(
+                f"frame {frame + 1} of a video has {opened.size()[0]}x{opened.size()[1]} pixels, "
+                f"but frame 1 has {size[0]}x{size[1]}; resize the frames to one size"
+            )
+        return opened
+
+
+class VideoFile(Video):
+    """Video file.
+
+    Args:
+        data: Content of the file.
+        max_pixels: Maximum number of pixels of a frame.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -76,7 +209,8 @@ class VideoFile:
     def __init__(self, data: bytes, max_pixels: int) -> None:
         if importlib.util.find_spec("av") is None:
             raise ConfigError(f"videos in the data require PyAV; {install_command('video')}")
-        self.data = data
+        super().__init__()
+        self._data = data
         self._max_pixels = max_pixels
         with self._open_stream() as (container, stream):
             packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
@@ -97,39 +231,46 @@ class VideoFile:
         self.duration_s = float((span + last) * self._unit_s)
         if not 0 < self.duration_s < MAX_DURATION_S:
             raise CorruptSampleError(f"video of {self.duration_s} seconds")
-        self._selected_frames: set[int] = set()
         first = self.decode([0])[0]
         self.width_px, self.height_px = first.size
 
+    @property
+    def data(self) -> bytes:
+        """Content of the file."""
+        return self._data
+
     def frame_time_s(self, frame: int) -> float:
-        """Return the time of a frame in seconds after the first frame."""
         return float((self._times[frame] - self._times[0]) * self._unit_s)
 
-    def select(self, frames: Sequence[int]) -> VideoFrames:
-        """Return a selection of frames. All selected frames are decoded together."""
-        self._selected_frames.update(frames)
-        return VideoFrames(self, tuple(frames))
-
-    @cached_property
-    def decoded(self) -> dict[int, Image.Image]:
-        """RGB images of all selected frames by frame number. May raise CorruptSampleError."""
-        frames = sorted(self._selected_frames)
-        return dict(zip(frames, self.decode(frames), strict=True))
-
     def decode(self, frames: Sequence[int]) -> list[Image.Image]:
-        """Decode frames to upright RGB images.
-
-        Args:
-            frames: Frame numbers in ascending order.
-
-        Raises:
-            CorruptSampleError: Frames cannot be decoded, or the file ends before them.
-        """
         times = [self._times[number] for number in frames]
         decoded = self._decode(times, seek=True)
         if [time for time, _ in decoded] != times:  # seeking fails in some files
             decoded = self._decode(times, seek=False)
         return [image for _, image in decoded]
+
+    def audio(self, start_s: float | None, end_s: float | None) -> bytes | None:
+        import av  # noqa: PLC0415 - an extra
+
+        with self._open_stream() as (container, _):
+            if not container.streams.audio:
+                return None
+            stream = container.streams.audio[0]
+            rate = stream.codec_context.sample_rate
+            resampler = av.AudioResampler(format="fltp")
+            last_sample = None if end_s is None else int(end_s * rate)
+            parts: list[np.ndarray] = []
+            samples = 0
+            for frame in (*container.decode(stream), None):
+                for converted in resampler.resample(frame):
+                    parts.append(converted.to_ndarray())
+                    samples += parts[-1].shape[1]
+                if samples > MAX_AUDIO_S * rate:
+                    raise CorruptSampleError(f"audio of a video is longer than {MAX_AUDIO_S} s")
+        if not samples:
+            return None
+        array_CS = np.concatenate(parts, axis=1)[:, int((start_s or 0) * rate) : last_sample]
+        return encode_wav({"array": array_CS.mean(0), "sampling_rate": rate}, "audio")
 
     def _decode(self, times: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
         """Return the first frame at or after each time, with the time of the frame."""
@@ -202,7 +343,7 @@ class VideoFile:
 class VideoFrames:
     """Selected frames of a video."""
 
-    video: VideoFile
+    video: Video
     frame_indices: tuple[int, ...]
 
     def images(self) -> list[Image.Image]:
@@ -274,28 +415,35 @@ class VideoMedia:
         """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         return self._images.byte_values
 
-    def parts(self, video: VideoFile) -> list[VideoPart]:
-        """Return the encoder inputs of a video, in order."""
-        config = self._config
-        size = (video.width_px, video.height_px)
-        fixed = self.spec.inputs == "fixed"
-        frame_limit = self._max_frames(video)
-        frame_indices = sample_frame_indices(
-            video.frames, video.duration_s, config, self._group, frame_limit
-        )
+    def parts(self, video: Video, options: MediaOptions = NO_OPTIONS) -> list[VideoPart]:
+        """Return the encoder inputs of a video, in order.
+
+        Args:
+            video: The video.
+            options: Options of the record.
+
+        Raises:
+            CorruptSampleError: The video or the encoder does not support the options.
+        """
+        frame_indices, duration_s, _ = self._sample(video, options)
         groups = -(-len(frame_indices) // self._group)
-        limit_px = 0 if fixed else max(1, config.max_pixels // (groups * self._group))
-        meta = self._images.meta(*size, limit_px)
+        frames = groups * self._group
+        limit_px = 0
+        if self.spec.inputs != "fixed":
+            limit_px = max(1, self._config.max_pixels // frames)
+            if options.total_pixels is not None:
+                limit_px = min(limit_px, max(1, options.total_pixels * self._group // frames))
+        meta = self._images.meta(video.width_px, video.height_px, limit_px, options)
         if self.is_stacked and not self.spec.splits_clips:
             meta = replace(
                 meta,
                 patches=groups * meta.patches,
                 tokens=groups * meta.tokens,
                 frames=groups,
-                duration_ms=_to_ms(video.duration_s),
+                duration_ms=_to_ms(duration_s),
             )
             return [VideoPart("", (), video.select(frame_indices), meta)]
-        meta = replace(meta, duration_ms=_to_ms(video.duration_s / groups))
+        meta = replace(meta, duration_ms=_to_ms(duration_s / groups))
         return [
             self._part(
                 video, group, meta, group[0] == frame_indices[0], group[-1] == frame_indices[-1]
@@ -303,12 +451,51 @@ class VideoMedia:
             for group in _split_groups(frame_indices, self._group)
         ]
 
-    def count_dropped_frames(self, video: VideoFile) -> int:
-        """Return the number of frames at `fps` that are not read because of other limits."""
-        at_rate = int(min(video.duration_s * self._config.fps, video.frames))
-        return max(0, at_rate - self._max_frames(video))
+    def count_dropped_frames(self, video: Video, options: MediaOptions = NO_OPTIONS) -> int:
+        """Return the number of frames that are not read because of the limits of the recipe."""
+        return self._sample(video, options)[2]
 
-    def _max_frames(self, video: VideoFile) -> int:
+    def _sample(self, video: Video, options: MediaOptions) -> tuple[list[int], float, int]:
+        """Return the sampled frames of a video.
+
+        Returns:
+            Frame numbers, their duration in seconds, and the number of frames that the record
+            requests, but the recipe does not allow.
+
+        Raises:
+            CorruptSampleError: The video is shorter than the record requires.
+        """
+        config, group = self._config, self._group
+        span, duration_s = video.time_range(options.video_start, options.video_end)
+        limit = self._max_frames(video)
+        fps = options.fps or config.fps
+        requested = min(duration_s * fps, len(span))
+        min_frames = options.min_frames or config.min_frames
+        max_frames = options.max_frames or len(span)
+        if options.nframes is not None:
+            max_frames = requested = min_frames = round(options.nframes / group) * group
+            if not 0 < max_frames <= len(span):
+                raise CorruptSampleError(
+                    f"nframes = {options.nframes} is {max_frames} frames in groups of {group}, but "
+                    f"the video has {len(span)}; use a number from {group} to {len(span)}"
+                )
+        elif isinstance(video, FrameFiles) and None in (options.fps, options.sample_fps):
+            if len(span) <= min(limit, max_frames):  # the last frame may be repeated, as in Qwen
+                frames = -(-len(span) // group) * group
+                return list(span), frames / video.frame_rate, 0
+            requested = min_frames = len(span)
+        rule = config.model_copy(
+            update={
+                "fps": fps,
+                "min_frames": min_frames,
+                "max_frames": min(max_frames, config.max_frames),
+            }
+        )
+        frame_indices = sample_frame_indices(len(span), duration_s, rule, group, limit)
+        dropped = max(0, int(min(requested, max_frames)) - limit)
+        return [span[number] for number in frame_indices], duration_s, dropped
+
+    def _max_frames(self, video: Video) -> int:
         config = self._config
         if self.spec.inputs != "fixed":
             return config.max_frames
@@ -319,7 +506,7 @@ class VideoMedia:
 
     def _part(
         self,
-        video: VideoFile,
+        video: Video,
         frame_indices: Sequence[int],
         meta: ImageMeta,
         first: bool,
@@ -346,7 +533,7 @@ class VideoMedia:
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Return the patch grid as (frames, rows, columns)."""
-        grid = self._images.grid(meta.width_px, meta.height_px, meta.frame_pixels)
+        grid = self._images.grid_of(meta)
         return meta.frames, grid.rows, grid.columns
 
     def token_grid(self, meta: ImageMeta) -> tuple[int, int, int]:
@@ -363,7 +550,7 @@ class VideoMedia:
         Raises:
             CorruptSampleError: The frames cannot be decoded.
         """
-        images = [self._images.stored_pixels(image, meta.frame_pixels) for image in file.images()]
+        images = [self._images.inputs(image, meta) for image in file.images()]
         if not self.is_stacked:
             return images[0]
         images += [images[-1]] * (meta.frames * self._group - len(images))
@@ -377,7 +564,7 @@ class VideoMedia:
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Return all-zero inputs of the same shape."""
-        frame = self._images.blank(meta.width_px, meta.height_px, meta.frame_pixels)
+        frame = self._images.blank_of(meta)
         return np.concatenate([frame] * meta.frames) if self.is_stacked else frame
 
 
@@ -386,5 +573,8 @@ def _split_groups(frame_indices: Sequence[int], size: int) -> list[Sequence[int]
 
 
 def _to_ms(duration_s: float) -> int:
-    """Return a duration in ms, at least 1, because 0 is the duration of images."""
-    return max(1, round(1000 * duration_s))
+    """Return a duration in ms, at least 1, because 0 is the duration of images.
+
+    It is rounded up, because Qwen2.5-VL rounds the times of frames down.
+    """
+    return max(1, ceil(1000 * duration_s - 1e-6))

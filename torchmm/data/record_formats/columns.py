@@ -23,9 +23,11 @@ from torchmm.data.files.remote_files import RemotePath
 from torchmm.data.files.sample_files import InnerFile, TableValue, read_value
 from torchmm.data.record_formats.json_text import parse_json
 from torchmm.data.record_formats.sample import (
+    NO_OPTIONS,
     AudioSegment,
     FileSegment,
     ImageSegment,
+    MediaOptions,
     Root,
     VideoSegment,
 )
@@ -164,9 +166,27 @@ def _read_files_of_type(columns: dict[str, Any], kind: str, root: Root) -> list[
     return [file_segment(kind, value, root) for value in values if not is_missing_file(value)]
 
 
-def file_segment(kind: str, value: Any, root: Root) -> Any:
-    """Return the segment of a file. Raise CorruptSampleError if the value is not a file."""
-    return MEDIA_TYPES[kind][1](*_read_file(value, root, kind))
+def file_segment(kind: str, value: Any, root: Root, options: MediaOptions = NO_OPTIONS) -> Any:
+    """Return the segment of a file, or of a video that is a list of frames.
+
+    Args:
+        kind: File type, a key of MEDIA_TYPES.
+        value: File, list of image files, or object with a file and options, such as
+            {"video": ["1.jpg", "2.jpg"], "fps": 1.0}.
+        root: Directory to which paths are relative.
+        options: Options of the content part of the file.
+
+    Raises:
+        CorruptSampleError: The value is not a file, or an option is not supported.
+    """
+    if isinstance(value, dict) and not is_missing_file(value.get(kind)):
+        others = {key: each for key, each in value.items() if key not in (kind, "type")}
+        options = MediaOptions.read(kind, others) if options == NO_OPTIONS else options
+        value = value[kind]
+    if kind == "video" and isinstance(value, list):
+        frames = tuple(file_segment("image", frame, root) for frame in value)
+        return VideoSegment(frames=frames, options=options)
+    return MEDIA_TYPES[kind][1](*_read_file(value, root, kind), options=options)
 
 
 def _read_file(

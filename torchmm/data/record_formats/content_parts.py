@@ -4,6 +4,8 @@
 {"type": "image"}                                                    its file is in a column
 {"type": "image", "image": "a.png"}, also "path", "url", "base64"    Hugging Face
 {"image": "file:///data/a.png"}                                      Qwen
+{"type": "video", "video": "a.mp4", "fps": 1.0, "max_pixels": 50176} Qwen, see `MediaOptions`
+{"type": "video", "video": ["1.jpg", "2.jpg"], "sample_fps": 1.0}    Qwen: frames of a video
 {"type": "image_url", "image_url": {"url": "data:image/png;..."}}    OpenAI
 {"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}
 {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "..."}}
@@ -11,6 +13,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -21,7 +24,13 @@ from torchmm.data.record_formats.columns import (
     file_segment,
     truncate_repr,
 )
-from torchmm.data.record_formats.sample import FileSegment, Root
+from torchmm.data.record_formats.sample import (
+    MEDIA_OPTIONS,
+    NO_OPTIONS,
+    FileSegment,
+    MediaOptions,
+    Root,
+)
 
 TEXT_TYPES = ("text", "input_text", "output_text")
 FILE_TYPES = {
@@ -49,11 +58,12 @@ class FilePart(NamedTuple):
     role: str
     file: Any = None
     """File as in the content part. None for the next file of the columns."""
+    options: MediaOptions = NO_OPTIONS
 
     def open(self, root: Root) -> FileSegment:
         """Return the named file. Raise CorruptSampleError if it is not supported."""
         value = self.file
-        if isinstance(value, list):
+        if isinstance(value, list) and self.kind != "video":
             raise CorruptSampleError(
                 f"{self.kind} of a {self.role} message is a list of {len(value)} files, not "
                 "one file"
@@ -67,10 +77,15 @@ class FilePart(NamedTuple):
                 )
             for key in ("data", "base64"):
                 if not is_empty(value.get(key)):
-                    return MEDIA_TYPES[self.kind][1](decode_base64(value[key], self.kind))
+                    data = decode_base64(value[key], self.kind)
+                    return MEDIA_TYPES[self.kind][1](data, options=self.options)
             value = value["url"] if not is_empty(value.get("url")) else value
-        segment: FileSegment = file_segment(self.kind, value, root)
+        segment: FileSegment = file_segment(self.kind, value, root, self.options)
         return segment
+
+    def with_options(self, segment: FileSegment) -> FileSegment:
+        """Return a file of the columns with the options of this part, if it has any."""
+        return segment if self.options == NO_OPTIONS else replace(segment, options=self.options)
 
 
 def read_part(item: Any, role: str) -> str | FilePart:
@@ -109,17 +124,19 @@ def _part_type(item: Any) -> Any:
 
 def _read_file_part(item: dict[str, Any], kind: str, role: str) -> FilePart:
     type_keys = [key for key, value in FILE_TYPES.items() if value == kind]
-    read_keys = {*type_keys, *_FILE_KEYS, *_IGNORED_KEYS, "type"}
+    option_keys = MEDIA_OPTIONS.get(kind, ())
+    options = MediaOptions.read(kind, {key: item[key] for key in option_keys if key in item})
+    read_keys = {*type_keys, *_FILE_KEYS, *_IGNORED_KEYS, *option_keys, "type"}
     check_part_keys(
         {**{key: item[key] for key in item if key not in read_keys}, "type": kind}, role
     )
     named = [key for key in (*type_keys, *_FILE_KEYS) if not is_empty(item.get(key))]
     if not named:
-        return FilePart(kind, role)
+        return FilePart(kind, role, options=options)
     # In {"bytes", "path"}, the path is only the origin of the bytes.
     if len(named) > 1 and named != ["bytes", "path"]:
         raise CorruptSampleError(
             f"{kind} part of a {role} message specifies its file as {' and '.join(named)}; keep one"
         )
     value = item[named[0]]
-    return FilePart(kind, role, {"base64": value} if named == ["base64"] else value)
+    return FilePart(kind, role, {"base64": value} if named == ["base64"] else value, options)

@@ -62,7 +62,7 @@ def read_contents(
             if isinstance(part, str):
                 parts.append(part)
             elif by_order[part.kind] or part.file is None:
-                parts.append(next(queues[part.kind]))
+                parts.append(part.with_options(next(queues[part.kind])))
             else:
                 parts.append(part.open(root))
         made.append(tuple(parts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
@@ -66,6 +66,107 @@ class TextSegment:
 
 
 @dataclass(frozen=True)
+class MediaOptions:
+    """Size limits and frame sampling of one image or video, with the names of `qwen_vl_utils`.
+
+    None selects the value of the recipe or of the image processor.
+    """
+
+    fps: float | None = None
+    """Frames to read per second. For a list of frames without `sample_fps`: its frame rate."""
+    sample_fps: float | None = None
+    """Frame rate of a list of frames."""
+    nframes: int | None = None
+    """Number of frames to read, rounded to complete groups of the encoder."""
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    """Minimum number of pixels of an image or frame after resizing."""
+    max_pixels: int | None = None
+    """Maximum number of pixels of an image or frame after resizing."""
+    total_pixels: int | None = None
+    """Maximum number of pixels of all frames of a video. Frames of one patch count once."""
+    resized_height: int | None = None
+    """Height after resizing, rounded to a multiple of a token. Overrides the limits on pixels."""
+    resized_width: int | None = None
+    video_start: float | None = None
+    """Time of the first frame in seconds."""
+    video_end: float | None = None
+    """Time of the last frame in seconds."""
+    use_audio_in_video: bool | None = None
+    """Whether to read the audio track of the video."""
+
+    @property
+    def size_keys(self) -> list[str]:
+        """Names of the options that change the size of images or frames."""
+        return [key for key in (*_IMAGE_OPTIONS, "total_pixels") if getattr(self, key) is not None]
+
+    @classmethod
+    def read(cls, kind: str, values: Mapping[str, Any]) -> MediaOptions:
+        """Return the options of a file. Null and NaN are ignored.
+
+        Args:
+            kind: File type, "image", "video" or "audio".
+            values: Options by name.
+
+        Raises:
+            CorruptSampleError: An option is unknown or invalid, or two options contradict.
+        """
+        options: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in MEDIA_OPTIONS.get(kind, ()):
+                raise CorruptSampleError(
+                    f"{kind} has {key} = {value!r:.80}, which is not supported"
+                )
+            if value is None or value != value:  # noqa: PLR0124 - NaN in tables
+                continue
+            options[key] = _check_option(kind, key, value)
+        for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
+            if options.get(low, 0) > options.get(high, 1 << 31):
+                raise CorruptSampleError(
+                    f"{kind} has {low} = {options[low]} and {high} = {options[high]}; swap them"
+                )
+        if "fps" in options and "nframes" in options:
+            raise CorruptSampleError(f"{kind} has fps and nframes; keep one")
+        sides = [options[key] for key in ("resized_height", "resized_width") if key in options]
+        if len(sides) == 1 or (sides and max(sides) > MAX_ASPECT_RATIO * min(sides)):
+            raise CorruptSampleError(
+                f"{kind} has resized_height = {options.get('resized_height')} and resized_width = "
+                f"{options.get('resized_width')}; set both, with an aspect ratio of at most "
+                f"{MAX_ASPECT_RATIO}"
+            )
+        return cls(**options)
+
+
+def _check_option(kind: str, key: str, value: Any) -> Any:
+    """Return the value of an option of `MediaOptions`. May raise CorruptSampleError."""
+    is_time = key in ("fps", "sample_fps", "video_start", "video_end")
+    minimum = 0 if key.startswith("video_") else MIN_FRAME_RATE if is_time else 1
+    if key == "use_audio_in_video":
+        valid, expected = isinstance(value, bool), "true or false"
+    else:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        valid = is_number and minimum <= value < 1 << 31 and (is_time or value % 1 == 0)
+        expected = f"{'a number' if is_time else 'an integer'} of at least {minimum}"
+    if not valid:
+        raise CorruptSampleError(f"{kind} has {key} = {value!r:.80}; use {expected}")
+    return value if is_time or isinstance(value, bool) else int(value)
+
+
+MIN_FRAME_RATE = 1e-4
+"""Minimum frame rate of a list of frames in Hz."""
+MAX_ASPECT_RATIO = 200
+"""Maximum aspect ratio of images and frames, as in the Qwen2-VL processor."""
+_IMAGE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+MEDIA_OPTIONS = {
+    "image": _IMAGE_OPTIONS,
+    "video": tuple(field.name for field in fields(MediaOptions)),
+}
+"""Names of the options by file type."""
+NO_OPTIONS = MediaOptions()
+
+
+@dataclass(frozen=True)
 class FileSegment:
     """Encoded file: bytes or location."""
 
@@ -73,6 +174,7 @@ class FileSegment:
     path: str | RemotePath | InnerFile | None = None
     encoder: str | None = None
     """Name of the encoder that reads the file. None before `assign_encoders`."""
+    options: MediaOptions = NO_OPTIONS
 
     def read(self, max_bytes: int) -> bytes:
         """Return the bytes of the file.
@@ -134,7 +236,10 @@ class ImageSegment(FileSegment):
 
 @dataclass(frozen=True)
 class VideoSegment(FileSegment):
-    """Video file."""
+    """Video file, or a list of frames."""
+
+    frames: tuple[ImageSegment, ...] = ()
+    """Image files of the frames. Empty for a video file."""
 
     @property
     def kind(self) -> str:

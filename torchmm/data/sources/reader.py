@@ -22,11 +22,19 @@ from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, record_errors_at
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import LimitedTemplate
-from torchmm.data.media.images import resolution_settings
+from torchmm.data.media.images import resolution_settings, unsupported_options
 from torchmm.data.media.preprocessors import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
+from torchmm.data.media.text import (
+    AudioVideoSegment,
+    EncodedSample,
+    FramesSegment,
+    TextEncoder,
+    TiledSegment,
+    interleave_audio,
+    vision_block,
+)
 from torchmm.data.media.tiles import Tile, TiledImage, TiledMedia, limit_total_tiles
-from torchmm.data.media.video import VideoFile, VideoFrames, VideoMedia
+from torchmm.data.media.video import FrameFiles, Video, VideoFile, VideoFrames, VideoMedia
 from torchmm.data.record_formats.detect import parse_record
 from torchmm.data.record_formats.sample import (
     FileSegment,
@@ -155,6 +163,7 @@ class SampleReader:
         self.target_preprocessor = target_preprocessor
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
+        self._frame_rate = data.video.fps
         self._max_images = data.max_images_per_sample
         self._max_bytes = int(data.max_file_mb * 1e6)
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
@@ -286,7 +295,7 @@ class SampleReader:
         segments: list[Segment] = []
         files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
-        videos: dict[Any, VideoFile] = {}  # decoded once for all encoders
+        videos: dict[VideoSegment, Video] = {}  # decoded once for all encoders
         tiled = self._tile_images(sample, read_counter)
         for number, segment in enumerate(sample.segments):
             if number in tiled:
@@ -299,14 +308,13 @@ class SampleReader:
                 metas += [self._with_encoder(meta, segment.encoder) for meta in tiled_image.metas]
                 continue
             if isinstance(segment, VideoSegment):
-                key = segment.data, segment.path
+                key = replace(segment, encoder=None)
                 if key not in videos:
-                    videos[key] = VideoFile(
-                        read_counter.read(segment, self._max_bytes), self.max_pixels
-                    )
+                    videos[key] = self._open_video(segment, read_counter)
                 self._append_video(segment, videos[key], segments, files, metas)
                 assert segment.encoder is not None
-                unread = self.video_media[segment.encoder].count_dropped_frames(videos[key])
+                medium = self.video_media[segment.encoder]
+                unread = medium.count_dropped_frames(videos[key], segment.options)
                 dropped[EXTRA_FRAMES] += unread
                 continue
             segments.append(segment)
@@ -319,17 +327,36 @@ class SampleReader:
                     files.append(segment)
                     fits = len(metas) < len(index_meta.images)  # truncation keeps the first images
                     metas.append(index_meta.images[len(metas)] if fits else self._oversized_meta)
+        for video in videos.values() if index_meta is None else ():
+            video.check_files()
         return replace(sample, segments=tuple(segments)), files, metas
 
     def _measure(self, segment: FileSegment, data: bytes) -> ImageMeta:
         """Return the metadata of an image or audio file."""
         assert segment.encoder is not None
-        return self._with_encoder(self.media[segment.encoder].meta(data), segment.encoder)
+        medium = self.media[segment.encoder]
+        if isinstance(medium, ImageMedia):
+            meta = medium.meta(data, segment.options)
+        else:
+            meta = medium.meta(data)
+        return self._with_encoder(meta, segment.encoder)
+
+    def _open_video(self, segment: VideoSegment, read_counter: ReadCounter) -> Video:
+        """Open a video file or the first frame of a list of frames."""
+        if not segment.frames:
+            return VideoFile(read_counter.read(segment, self._max_bytes), self.max_pixels)
+
+        def read(frame: int) -> bytes:
+            return read_counter.read(segment.frames[frame], self._max_bytes)
+
+        options = segment.options
+        frame_rate = options.sample_fps or options.fps or self._frame_rate
+        return FrameFiles(read, len(segment.frames), frame_rate, self.max_pixels)
 
     def _append_video(
         self,
         segment: VideoSegment,
-        video: VideoFile,
+        video: Video,
         segments: list[Segment],
         files: list[EncodedFile],
         metas: list[ImageMeta],
@@ -338,7 +365,23 @@ class SampleReader:
         assert segment.encoder is not None
         medium = self.video_media[segment.encoder]
         kind = FramesSegment if medium.is_stacked else TiledSegment
-        for part in medium.parts(video):
+        parts = medium.parts(video, segment.options)
+        if segment.options.use_audio_in_video:
+            audio = self._read_audio(segment, video)
+            if audio is not None:
+                ((_, _, file, meta),) = parts
+                data, audio_meta = audio
+                block = vision_block(self.text_spec, 0, medium.token_grid(meta), meta)
+                chunk_tokens = self.text_spec.audio_chunk_tokens
+                assert chunk_tokens is not None
+                is_audio = interleave_audio(block, audio_meta.tokens, chunk_tokens)
+                segments.append(
+                    AudioVideoSegment(encoder=segment.encoder, is_audio=tuple(is_audio.tolist()))
+                )
+                files += [file, data]
+                metas += [self._with_encoder(meta, segment.encoder), audio_meta]
+                return
+        for part in parts:
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
             frames = kind(encoder=segment.encoder, markers=part.markers)
@@ -346,15 +389,35 @@ class SampleReader:
             files.append(part.file)
             metas.append(self._with_encoder(part.meta, segment.encoder))
 
+    def _read_audio(self, segment: VideoSegment, video: Video) -> tuple[bytes, ImageMeta] | None:
+        """Return the audio track of a video with its metadata, or None if it has no audio.
+
+        Raises:
+            CorruptSampleError: The model does not read the audio of videos.
+        """
+        readers = self._readers
+        if self.text_spec.audio_chunk_tokens is None or not readers["audio"]:
+            raise CorruptSampleError(
+                "use_audio_in_video = true requires Qwen2.5-Omni or Qwen3-Omni with a vision "
+                "and an audio encoder; remove the key from the record"
+            )
+        data = video.audio(segment.options.video_start, segment.options.video_end)
+        if data is None:
+            return None
+        (encoder,) = readers["audio"]
+        return data, self._with_encoder(self.media[encoder].meta(data), encoder)
+
     def _tile_images(self, sample: Sample, read_counter: ReadCounter) -> dict[int, TiledImage]:
         """Return the images that are cut into tiles, by segment index."""
-        tiled_images = {
-            number: self.tiled_media[segment.encoder].open(
-                read_counter.read(segment, self._max_bytes)
-            )
-            for number, segment in enumerate(sample.segments)
-            if isinstance(segment, ImageSegment) and segment.encoder in self.tiled_media
-        }
+        tiled_images: dict[int, TiledImage] = {}
+        for number, segment in enumerate(sample.segments):
+            if not isinstance(segment, ImageSegment) or segment.encoder not in self.tiled_media:
+                continue
+            medium = self.tiled_media[segment.encoder]
+            if segment.options.size_keys:
+                spec = medium.images.spec
+                raise unsupported_options(spec, segment.options, "cuts images into tiles")
+            tiled_images[number] = medium.open(read_counter.read(segment, self._max_bytes))
         return dict(
             zip(
                 tiled_images,

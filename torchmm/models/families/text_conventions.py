@@ -52,3 +52,6 @@ class TextConventions:
     around_sounds: tuple[str, str] = ("", "")
     """Text before and after each audio with its markers in chats. "{}" is replaced by the index of
     the audio in the chat, starting at 1."""
+    audio_chunk_tokens: int | None = None
+    """Time positions of the chunks in which a video and its audio alternate. 0 merges them by time.
+    None means that the model does not read the audio of videos."""

@@ -288,12 +288,12 @@ def test_remote_producers_require_certificate_and_token(bind, encrypted, token, 
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_malformed_request_is_rejected(data):
-    with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 6|column"):
+    with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 7|column"):
         decode_request(data)
     reads = DecodeAssignment({"vision": RankShare(1, 2)}, RankShare(0, 4))
     for request in (SampleRequest("a", [[[]]]), SampleRequest("a", [[[]]], reads)):
         assert decode_request(encode_request(request)) == request
-    assert PROTOCOL_VERSION == 6
+    assert PROTOCOL_VERSION == 7
 
 
 @pytest.mark.parametrize(

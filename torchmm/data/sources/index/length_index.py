@@ -39,13 +39,13 @@ from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.source_options import MapSource
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 """Version of parsing, tokenizing and measuring. An index of a different version is not used."""
 MANIFEST = "manifest.json"
 PATCHES_COLUMN, DURATION_COLUMN = 2, 6
-"""Columns of `sizes_D8`."""
+"""Columns of `sizes_D9`."""
 IMAGE_SIZES_COLUMNS = [5, PATCHES_COLUMN, 3, 4]
-"""Columns of `sizes_D8` for the columns of `ImageSizes`."""
+"""Columns of `sizes_D9` for the columns of `ImageSizes`."""
 MAX_MAPPED_SHARDS = 512
 """Maximum number of mapped shards. A block of the sample order has at most 256."""
 MAX_SUMMARIZED_SHARDS = 64
@@ -100,28 +100,28 @@ class ShardSizes(NamedTuple):
 
     `tokens_N` is 0 for corrupt samples and for samples beyond a limit. Sample n has the images,
     videos and audio files `images_M[starts_N1[n] : starts_N1[n + 1]]`. Each is the index of a row
-    of `sizes_D8`: (width_px, height_px, patches, tokens, frames, encoder, duration_ms,
-    frame_pixels), where the encoder is its index in the model. Target images have the same
+    of `sizes_D9`: (width_px, height_px, patches, tokens, frames, encoder, duration_ms,
+    frame_pixels, rows), where the encoder is its index in the model. Target images have the same
     structure, with rows (frames, rows, columns, context).
     """
 
     tokens_N: np.ndarray
     starts_N1: np.ndarray
     images_M: np.ndarray
-    sizes_D8: np.ndarray
+    sizes_D9: np.ndarray
     drawn_starts_N1: np.ndarray
     drawn_M: np.ndarray
     drawn_D4: np.ndarray
 
     def tiles_N(self) -> np.ndarray:
         """Return the number of images and tiles of each sample, without audio and video frames."""
-        is_tile_M = (self.sizes_D8[:, DURATION_COLUMN] == 0)[self.images_M]
+        is_tile_M = (self.sizes_D9[:, DURATION_COLUMN] == 0)[self.images_M]
         before = np.concatenate([[0], np.cumsum(is_tile_M)])
         return np.diff(before[self.starts_N1]).astype(np.uint16)
 
     def patches_N(self) -> np.ndarray:
         """Return the number of patches of each sample, including audio and target images."""
-        read_M = self.sizes_D8[:, PATCHES_COLUMN][self.images_M]
+        read_M = self.sizes_D9[:, PATCHES_COLUMN][self.images_M]
         drawn_M = self.drawn_D4[:, :3].prod(1)[self.drawn_M]
         read_before = np.append(0, np.cumsum(read_M, dtype=np.int64))
         drawn_before = np.append(0, np.cumsum(drawn_M, dtype=np.int64))
@@ -138,7 +138,7 @@ class ShardSizes(NamedTuple):
         starts_N = self.starts_N1[offsets_N].astype(np.int64)
         counts_N = self.starts_N1[offsets_N + 1] - starts_N
         rows_I = self.images_M[concatenate_ranges(starts_N, counts_N)]
-        read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES_COLUMNS][rows_I].astype(np.int64))
+        read = ImageSizes(counts_N, self.sizes_D9[:, IMAGE_SIZES_COLUMNS][rows_I].astype(np.int64))
         if generator is None:
             return read
         starts_N = self.drawn_starts_N1[offsets_N].astype(np.int64)
@@ -161,7 +161,7 @@ class ShardSizes(NamedTuple):
     def meta(self, source: str, first: int, offset: int, encoders: Sequence[str]) -> SampleMeta:
         """Return the metadata of a sample by its index in the shard."""
         start, stop = self.starts_N1[offset : offset + 2].tolist()
-        rows = self.sizes_D8[self.images_M[start:stop]].tolist()
+        rows = self.sizes_D9[self.images_M[start:stop]].tolist()
         several = len(encoders) > 1
         images = tuple(
             ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, *of_clip)

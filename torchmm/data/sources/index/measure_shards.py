@@ -85,7 +85,7 @@ def measure_shard(
         on_progress: Called after each record with the number of measured records.
     """
     tokens: list[int] = []
-    images = _DistinctRows(8)
+    images = _DistinctRows(9)
     target_images = _DistinctRows(4)
     reasons: dict[int, str] = {}
     filtered: dict[str, tuple[int, int, str]] = {}
@@ -158,4 +158,4 @@ def serialize_sizes(sizes: ShardSizes) -> tuple[bytes, dict[str, tuple[str, list
 def _image_row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
     encoder = 0 if image.encoder is None else encoders.index(image.encoder)
     sizes = (image.width_px, image.height_px, image.patches, image.tokens, image.frames)
-    return (*sizes, encoder, image.duration_ms, image.frame_pixels)
+    return (*sizes, encoder, image.duration_ms, image.frame_pixels, image.rows)

@@ -362,7 +362,7 @@ def _encode_item(item: Item) -> list[Any]:
     meta = item.meta
     images = [
         [i.width_px, i.height_px, i.patches, i.tokens, i.frames, i.encoder, i.duration_ms,
-         i.frame_pixels]
+         i.frame_pixels, i.rows]
         for i in meta.images
     ]  # fmt: skip
     target_metas = [[list(each.grid_thw), each.context] for each in meta.generated]

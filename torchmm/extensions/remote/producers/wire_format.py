@@ -34,7 +34,7 @@ from torchmm.common.sequence_slices import DecodeAssignment, RankShare
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import PackItems
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 BUSY = b"busy"
 """Marks errors of producers without capacity at the moment."""
 REJECTED = b"refused"

@@ -56,7 +56,7 @@ def pixels_to_image(
     if pixels.ndim == 3:
         image_HWC = pixels.transpose(1, 2, 0)
     else:
-        grid = preprocessor.grid(image.width_px, image.height_px, image.frame_pixels)
+        grid = preprocessor.grid_of(image)
         image_HWC = _from_patches(preprocessor, pixels, grid.rows, grid.columns)
     processor = preprocessor.processor
     if getattr(processor, "do_normalize", False):

@@ -337,7 +337,7 @@ def split_token_spans(
     length = len(text.ids)
     images = np.full(length, -1)
     for number, (start, count) in enumerate(zip(text.image_starts, image_tokens, strict=False)):
-        images[start : start + count] = number
+        images[start + text.token_offsets.get(number, np.arange(count))] = number
     types = list(zip(images.tolist(), text.loss, strict=True))
     boundaries = [i for i in range(1, length) if types[i] != types[i - 1]]
     spans = []

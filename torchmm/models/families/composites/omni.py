@@ -6,8 +6,8 @@ their other weights are ignored.
 
 Positions. Each group of video frames has a time position, and text continues after the last one.
 Times are integers in Qwen2.5-Omni and fractional in Qwen3-Omni. Positions of audio increase as
-those of text. Interleaved audio of videos (`use_audio_in_video`) is not supported: a video and its
-audio are two separate media.
+those of text. If a record has `use_audio_in_video`, the tokens of a video and its audio alternate:
+in chunks of `seconds_per_chunk` (Qwen2.5-Omni), or in the order of their times (Qwen3-Omni).
 """
 
 from __future__ import annotations
@@ -96,7 +96,12 @@ def qwen2_5_omni_components(config: Any) -> ModelComponents:
         VISION: _encoder_component(config.vision_config, _VISION_2_5),
         AUDIO: _encoder_component(config.audio_config, _AUDIO_2_5),
     }
-    text = replace(_text(config, "<|{}_bos|>", "<|{}_eos|>"), clip_times="whole")
+    chunk_tokens = int(config.position_id_per_seconds * config.seconds_per_chunk)
+    text = replace(
+        _text(config, "<|{}_bos|>", "<|{}_eos|>"),
+        clip_times="whole",
+        audio_chunk_tokens=chunk_tokens,
+    )
     return ModelComponents(config, family, _LLM, encoders, text)
 
 
@@ -120,7 +125,9 @@ def qwen3_omni_components(config: Any) -> ModelComponents:
         VISION: _encoder_component(config.vision_config, _VISION_3),
         AUDIO: _encoder_component(config.audio_config, _AUDIO_3, final_norm=True),
     }
-    text = replace(_text(config, "<|{}_start|>", "<|{}_end|>"), clip_times="fractional")
+    text = replace(
+        _text(config, "<|{}_start|>", "<|{}_end|>"), clip_times="fractional", audio_chunk_tokens=0
+    )
     return ModelComponents(config, family, _LLM, encoders, text)
 
 
