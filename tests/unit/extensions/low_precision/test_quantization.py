@@ -164,14 +164,9 @@ def test_memory_of_dry_run_matches_parameters() -> None:
     stored = {id(p): p.nbytes for p in model.parameters()}
     assert parameters.weight_bytes == sum(stored.values())
     assert parameters.compute_bytes(2) == parameters.weight_bytes
-    of_layers = (
-        sum(p.numel() for p in model.llm.layers.parameters() if p.dtype == torch.uint8)
-        if (isinstance(model.llm.layers, torch.nn.Module))
-        else sum(
-            p.nbytes for n in model.llm.layers for p in n.parameters() if p.dtype == torch.uint8
-        )
-    )
-    assert parameters.quantized_bytes == of_layers == parameters.quantized * 36 / 64
+    codes = [p for p in model.parameters() if p.dtype == torch.uint8]
+    assert parameters.quantized_bytes == sum(p.nbytes for p in codes)
+    assert parameters.quantized_bytes == parameters.quantized * 36 / 64 > 0
     states = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert checkpoint_bytes(recipe, recipe_model(recipe)) == sum(stored.values()) + states
 
