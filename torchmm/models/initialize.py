@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import WeightInitializer, named_units
 from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
-from torchmm.models.layers.weight_formats import WeightFormat
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import WeightFormat
 
 MAX_PARALLEL_BYTES = 4 * 2**30
 """Maximum bytes of the layers that a rank initializes in parallel. A single layer may be larger."""

@@ -42,8 +42,8 @@ from torchmm.models.layers.lora import (
     add_lora,
     is_adapter_parameter,
 )
-from torchmm.models.layers.weight_formats import WeightFormat
 from torchmm.models.sequence_layout import RowSharding, SequenceOps, UnshardedSequenceOps
+from torchmm.models.weight_formats import WeightFormat
 
 LinearSizes = tuple[tuple[int, int], ...]
 """Pairs (input features, output features) of linear layers."""

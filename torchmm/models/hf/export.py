@@ -53,8 +53,8 @@ from torchmm.models.hf.unfuse_experts import has_stacked_experts, split_stacked_
 from torchmm.models.initialize import build_random_copy, named_tensors
 from torchmm.models.layered import LayeredModule, WeightFiles, named_units
 from torchmm.models.layers.lora import CHILD, is_adapter_parameter, merge_lora
-from torchmm.models.layers.weight_formats import stored_shape
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import stored_shape
 from torchmm.recipe.model_section import COMPONENTS_FILE, split_revision
 
 _logger = logging.getLogger(__name__)

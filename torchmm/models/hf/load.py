@@ -40,8 +40,8 @@ from torchmm.common.errors import CheckpointError
 from torchmm.common.files import check_relative_name
 from torchmm.common.log import report_progress
 from torchmm.models.layered import LayeredModule, WeightFiles
-from torchmm.models.layers.weight_formats import WeightFormat, value_shape, value_slices
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import WeightFormat, value_shape, value_slices
 from torchmm.recipe.model_section import read_json_object, split_revision
 
 T = TypeVar("T")

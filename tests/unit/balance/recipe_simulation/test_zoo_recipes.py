@@ -39,7 +39,7 @@ def test_zoo_parameters_match_comment(path: Path) -> None:
 
 
 PUBLISHED = {
-    # Model cards of Qwen3-8B, Qwen3-30B-A3B and Qwen3-32B. Qwen3-VL and Qwen3-Omni have the same layers.
+    # Model cards of Qwen3-8B, 30B-A3B and 32B. Qwen3-VL and Qwen3-Omni have the same layers.
     "qwen3_vl_8b": {"llm": 8.2e9},
     "qwen3_vl_30b_a3b": {"llm": 30.5e9},
     "qwen3_vl_32b_qlora": {"llm": 32.8e9},
