@@ -23,6 +23,7 @@ class QuantizationConverter(ModelConverter):
         self._config = QuantizationConfig.from_parent(recipe)
 
     def annotate(self, module: LayeredModule) -> None:
+        """Set the weight formats of a module."""
         module.weight_formats = {
             name: Nf4Format(linear.weight.dtype)
             for name, linear in find_quantized_linears(module, self._config).items()
@@ -31,14 +32,17 @@ class QuantizationConverter(ModelConverter):
     def find_problems(
         self, modules: Sequence[LayeredModule], device: torch.device, tensor: Mapping[str, int]
     ) -> list[str]:
+        """Return why the modules cannot be quantized."""
         return quantization_problems(modules, self._config, tensor)
 
     def convert(self, module: LayeredModule) -> None:
+        """Replace the weights of a stage in place, on the meta device."""
         for linear in find_quantized_linears(module, self._config).values():
             convert_linear(linear)
             setattr(linear, MULTIPLY, multiply)
 
     def summary_lines(self, model: MultimodalModel) -> dict[str, str]:
+        """Return the line on quantized linear layers."""
         counts = [
             f"{len(module.weight_formats)} linear layers of {module.name}"
             for module in model.modality_modules()
