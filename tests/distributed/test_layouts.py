@@ -8,12 +8,14 @@ from launch import run_distributed
 from meshes import mesh_for
 from microbatches import MODEL, VOCAB, random_microbatch
 from model_cases import gradient_limit
+from nf4_reference import round_to_nf4
 from pipeline_cases import DELTA_NETS
 from support.balanced_microbatches import balanced_microbatch
 from torch.distributed.tensor import DTensor
 
 from torchmm.balance.image_balancing import ImageBalancer
 from torchmm.common.batch import Microbatch
+from torchmm.extensions.low_precision.quantization import QuantizationConverter
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
@@ -27,6 +29,7 @@ from torchmm.parallel.tensor import low_rank
 from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.optim import global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -74,6 +77,8 @@ class Case:
     balance: bool = False
     """Whether data-parallel ranks exchange images to encode."""
     compiled: bool = False
+    quantized: bool = False
+    """Whether modules with an adapter have 4-bit weights. The reference has the decoded weights."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -89,6 +94,9 @@ class Case:
         config["llm"]["config"] |= self.llm_config
         if self.starves_experts:
             config["llm"]["config"]["num_experts_per_tok"] = 1
+        if self.quantized:
+            config["llm"]["config"] |= WIDE_LLM
+            config["encoders"]["vision"]["config"] |= WIDE_VISION
         config["chunked_loss"] = bool(self.chunked_loss)
         freeze = FreezeConfig(modules=list(self.freeze))
         adapters = {}
@@ -99,9 +107,22 @@ class Case:
         model = build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
         if self.chunked_loss is None:
             model.llm.sharded_loss_chunk_targets = 7
+        for module in model.modality_modules():
+            for converter in self.converters:
+                converter.annotate(module)
         return model
 
+    @property
+    def converters(self) -> list[QuantizationConverter]:
+        """Converters of the model."""
+        sections = {"quantization": {"quant_type": "nf4", "modules": list(self.adapters)}}
+        recipe = Recipe.model_validate(sections if self.quantized else {})
+        return [QuantizationConverter(recipe)] if self.quantized else []
 
+
+WIDE_LLM = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+WIDE_VISION = {"hidden_size": 128, "intermediate_size": 128}
+"""Sizes of which two tensor-parallel ranks have complete blocks of quantized weights."""
 DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention"]
 CHANGES = {
     "qwen3_moe": {
@@ -355,6 +376,28 @@ CASES_OF_2 = [
 ]
 
 
+BOTH = ("llm", "vision")
+QUANTIZED_CASES = [
+    Case("fsdp2, nf4", shard=2, adapters=BOTH, quantized=True),
+    Case("tp2, nf4", tensor=2, adapters=BOTH, quantized=True),
+    Case("tp2, sequence parallel, nf4", 1, 1, 2, True, adapters=BOTH, quantized=True),
+    Case(
+        "tp2, packed linears, nf4",
+        tensor=2,
+        llm="phi3",
+        llm_config={"pad_token_id": 0},
+        adapters=("llm",),
+        quantized=True,
+    ),
+    Case("tp2, biases, nf4", tensor=2, llm="starcoder2", adapters=("llm",), quantized=True),
+    Case("pp2, nf4", pipeline=PP2, adapters=BOTH, quantized=True),
+    Case("pp2, zero bubble, nf4", pipeline=ZERO_BUBBLE, adapters=BOTH, quantized=True),
+    Case("fsdp2, full, nf4", shard=2, recompute="full", adapters=BOTH, quantized=True),
+    Case("fsdp2, selective, nf4", shard=2, recompute="selective", adapters=BOTH, quantized=True),
+    Case("fsdp2, compiled, nf4", shard=2, compiled=True, adapters=("llm",), quantized=True),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"),
@@ -370,6 +413,28 @@ def test_layouts_equal_single_process(ranks, cases):
             assert loss_error <= 1e-5, (name, loss_error)
             assert norm_error <= 1e-5, (name, norm_error)
             assert gradient_errors == {}, (name, gradient_errors)
+
+
+@pytest.mark.slow
+def test_quantized_layouts_equal_decoded_weights() -> None:
+    for outcomes in zip(*run_distributed(compare_all, 2, QUANTIZED_CASES), strict=True):
+        for name, loss_error, norm_error, gradient_errors in outcomes:
+            assert loss_error <= 1e-5, (name, loss_error)
+            assert norm_error <= 1e-5, (name, norm_error)
+            assert gradient_errors == {}, (name, gradient_errors)
+
+
+@pytest.mark.slow
+def test_quantized_model_differs_from_full_weights() -> None:
+    for outcomes in run_distributed(_compare_with_full_weights, 2):
+        for _, loss_error, _, gradient_errors in outcomes:
+            assert loss_error > 1e-4
+            assert any(name.endswith("q_proj.lora.down") for name in gradient_errors)
+
+
+def _compare_with_full_weights() -> list[tuple[str, float, float, dict[str, float]]]:
+    globals()["_round_weights"] = lambda model: None
+    return compare_all(QUANTIZED_CASES[:1])
 
 
 def test_exchange_to_wrong_experts_changes_gradients():
@@ -439,6 +504,9 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
     stages = split_model_for_rank(model, layout, mesh.plan_rank)
+    for converter in case.converters:
+        for module in model.all_stages():
+            converter.convert(module)
     for stage in stages.values():
         assert stage.name != "llm" or stage.loss_chunk_targets == 7 * bool(case.chunked_loss)
         assert stage.name != "llm" or stage.sharded_loss_chunk_targets == 7 * (
@@ -487,6 +555,7 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
     model.llm.loss_chunk_targets = 0
     materialize(model, "cpu")
     init_weights(model, seed=1)
+    _round_weights(model)
     _starve_experts(model, case)
     _randomize_adapters(model)
     if model.llm.balance is not None:
@@ -497,6 +566,15 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
         loss.backward()
         total += loss.item()
     return model, total
+
+
+@torch.no_grad()
+def _round_weights(model: MultimodalModel) -> None:
+    """Round the weights that other layouts quantize."""
+    for module in model.modality_modules():
+        for name in module.weight_formats:
+            weight = module.get_parameter(f"{name}.weight")
+            weight.copy_(round_to_nf4(weight))
 
 
 @torch.no_grad()

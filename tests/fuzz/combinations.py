@@ -62,6 +62,7 @@ PIPELINES: dict[str, Table] = {
 }
 """Schedules and placements. They exclude each other."""
 _SEQUENCE: Table = {"tensor": 2, "sequence_parallel": True}
+_LORA: Table = {"adapters": {"low": {"modules": ["llm"]}}}
 FEATURES: dict[str, Table] = {
     "HSDP": {"parallel": {"replicate": 2}},
     "TP": {"parallel": {"tensor": 2}},
@@ -75,7 +76,8 @@ FEATURES: dict[str, Table] = {
         "float8": {"scaling": "rowwise", "emulate": True},
         "training": {"dtype": "bfloat16"},
     },
-    "LoRA": {"adapters": {"low": {"modules": ["llm"]}}},
+    "LoRA": _LORA,
+    "QLoRA": {**_LORA, "quantization": {"quant_type": "nf4"}},
     "AC full": {"activation_checkpoint": {"mode": "full"}},
     "AC auto": {"activation_checkpoint": {"mode": "auto"}},
     "bf16": {"training": {"dtype": "bfloat16", "parameter_dtype": "bfloat16"}},
@@ -255,6 +257,7 @@ To check your recipe, run `python train.py --config recipes/mine.toml --dry-run 
 | compile | `compile.enabled = true` for all modules |
 | float8 | `[float8]` for the LLM |
 | LoRA | `[adapters]` for the LLM |
+| QLoRA | `[adapters]` and `[quantization]` for the LLM |
 | AC auto | `activation_checkpoint.mode = "auto"` |
 | bf16 | `training.parameter_dtype = "bfloat16"` |
 | balance | `data.balance = "images"` |

@@ -93,6 +93,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     }
     if adapters := _adapters(Random(repr(sections)), layers):
         sections["adapters"] = adapters
+        _quantization(Random(f"{seed}-{index}-quantization"), sections)
     sections["training"]["sequence_length"] += spare_tokens(model)
     if rng.random() < 0.08 and not is_sharp(model):
         sections["training"]["dtype"] = "bfloat16"
@@ -122,6 +123,21 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     if Random(f"{seed}-{index}-packing").random() < 0.3:
         sections["data"] = {"packing": "balanced"}
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
+
+
+def _quantization(rng: Random, sections: Table) -> None:
+    """Quantize the weights of half of the LLMs with an adapter.
+
+    Only inputs of `down_proj` are complete blocks. The reference has the decoded weights.
+    """
+    adapter = sections["adapters"]["low"]
+    config = sections["model"].get("llm", {}).get("config") or {}
+    is_dense = config.get("model_type") in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3")
+    if rng.random() < 0.5 and is_dense and "llm" in adapter["modules"]:
+        config["intermediate_size"] = rng.choice((64, 128, 256))
+        sections["quantization"] = {"quant_type": "nf4"}
+        if adapter.get("method") == "dora":
+            adapter["method"] = "rslora"
 
 
 def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:

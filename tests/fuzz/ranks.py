@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nf4_reference import round_to_nf4
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -83,7 +84,8 @@ def run_rank(
         trainer.run_step = observed  # type: ignore[method-assign]
         parts.optimizer.register_step_pre_hook(before_update)
         trainer.run()
-    results["weights"] = _gather(dict(parts.model.named_parameters()))
+    weights = _gather(dict(parts.model.named_parameters()))
+    results["weights"] = weights | _decoded(parts.model, weights)
     if (average := parts.average) is not None:
         named = parts.model.named_parameters()
         results["averages"] = _gather({n: average.averages[p] for n, p in named if p.requires_grad})
@@ -95,6 +97,16 @@ def run_rank(
 def _roll_rows(parameter: Tensor) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.copy_(local.roll(1, 0))
+
+
+def _decoded(model: MultimodalModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of quantized weights."""
+    forms = {
+        f"{prefix}.{linear}.weight": form
+        for prefix, module in model.named_modality_modules()
+        for linear, form in module.weight_formats.items()
+    }
+    return {name: form.decode(weights[name]) for name, form in forms.items() if name in weights}
 
 
 def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,6 +124,10 @@ def run_reference(
     """Run the same steps with `fuzz.reference`, on the batches of a single-rank loader."""
     materialize(model, "cpu")
     init_weights(model, recipe.training.seed, skip=load_weights(model))
+    for module in model.modality_modules():
+        for linear in module.weight_formats:
+            weight = module.get_parameter(f"{linear}.weight").data
+            weight.copy_(round_to_nf4(weight))
     initial = {n: p.detach().clone() for n, p in model.named_parameters()}
     buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     batches = reference_batches(recipe, model, tokenizer, steps)

@@ -32,6 +32,6 @@ def names_a_key(problem: str) -> bool:
     """Return True if a message names a key or a section of a recipe."""
     sections = (
         "model|freeze|adapters|data|parallel|training|activation_checkpoint|simulation|compile"
-        "|float8"
+        "|float8|quantization"
     )
     return re.search(rf"(?:\[|\b)(?:{sections})(?:\]|\.\w|: )", problem) is not None

@@ -46,6 +46,21 @@ class AdapterSizes(NamedTuple):
     magnitudes: bool = False
 
 
+class QuantizedLinear(NamedTuple):
+    """Sizes of a frozen linear whose weight is stored in few bits and decoded for each matmul."""
+
+    inputs: int
+    outputs: int
+    is_sharded: bool
+    """Whether tensor-parallel ranks shard the weight. Otherwise it is replicated."""
+    value_bytes: float
+    """Stored bytes per weight, including scales."""
+
+    def local_weights(self, tensor: int) -> float:
+        """Return the number of weights on one tensor-parallel rank."""
+        return self.inputs * self.outputs / (tensor if self.is_sharded else 1)
+
+
 class Float8Linears(NamedTuple):
     """Linears of a layer whose inputs, weights and gradients are cast to float8 for matmuls."""
 
@@ -137,6 +152,8 @@ class LayerDescription:
     """Adapters of linears. All other parameters of the module are frozen and not trainable."""
     rounded: Float8Linears | None = None
     """Linears with float8 matmuls."""
+    quantized: tuple[QuantizedLinear, ...] = ()
+    """Frozen linears with weights in few bits. `parameters` counts their weights."""
     parameters: int = 0
     """Number of parameters with biases, norms and adapters. 0: those of matmuls."""
 

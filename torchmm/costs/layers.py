@@ -75,6 +75,7 @@ from torchmm.costs.operators import (
     PassOperators,
     accumulation_operator,
     all_reduce_bytes,
+    decode_operator,
     norm_operators,
 )
 from torchmm.costs.sizes import Array, TaskSizes
@@ -312,6 +313,9 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: CostSetting) ->
     passes = PassOperators(split, list(split), list(matmuls), [])
     if layer.rounded is not None:
         apply_float8(passes, layer.rounded, components, sizes, setting)
+    decoded = [decode_operator(linear, setting) for linear in layer.quantized]
+    passes.forward.extend(decoded)
+    passes.inputs.extend(decoded)
     weights = passes.weights
     if layer.norm == "layer" or (layer.packed_qkv and not layer.causal):  # these have biases
         results = sum(component.result_elements_N(sizes, setting) for component in components)
@@ -499,6 +503,8 @@ def layer_temporary_bytes(
     backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in temporaries)], axis=0)
     if weights:
         backward_N = backward_N + _weight_gradient_bytes(layer, setting)
+    decoded = max((o.local_weights(setting.execution.tensor) for o in layer.quantized), default=0.0)
+    casts_N = casts_N + setting.element_bytes * decoded
     forward_N = [t.forward_N + 0 * units_N for t in temporaries]
     peak_N = np.max([backward_N, *forward_N], axis=0) + casts_N
     return setting.element_bytes * units_N * hidden + peak_N
@@ -529,11 +535,19 @@ class StageParameters(NamedTuple):
     in_layers: float = 0.0
     """Number of trained parameters in transformer layers."""
     states: ParameterStates = FLOAT32
+    quantized: float = 0.0
+    """Number of frozen parameters that are stored in few bits."""
+    quantized_bytes: float = 0.0
+    """Bytes of the quantized parameters."""
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all parameters between steps."""
-        return self.states.weight * self.total
+        return self.states.weight * (self.total - self.quantized) + self.quantized_bytes
+
+    def compute_bytes(self, element_bytes: int) -> float:
+        """Return the bytes of parameters for computing. Quantized parameters are not cast."""
+        return element_bytes * (self.total - self.quantized) + self.quantized_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -550,8 +564,14 @@ class StageParameters(NamedTuple):
 
     def divide_by(self, ranks: int) -> StageParameters:
         """Return the parameters of one of `ranks` equal shards."""
-        in_layers = self.in_layers / ranks
-        return StageParameters(self.total / ranks, self.trained / ranks, in_layers, self.states)
+        return StageParameters(
+            self.total / ranks,
+            self.trained / ranks,
+            self.in_layers / ranks,
+            self.states,
+            self.quantized / ranks,
+            self.quantized_bytes / ranks,
+        )
 
 
 def _all_layers(module: ModuleDescription) -> float:
@@ -607,4 +627,12 @@ def stage_parameters(
     in_layers = sum(n * trained_parameters(module, layer, tensor, expert) for layer, n in equal)
     trained = in_layers + sum(n - fixed for n, fixed, is_trained in counts if is_trained)
     trained += last * AdapterCosts(adapters).parameters(tensor)
-    return StageParameters(every, trained, in_layers, states)
+    quantized = [(o.local_weights(tensor), o.value_bytes) for n in layers for o in n.quantized]
+    return StageParameters(
+        every,
+        trained,
+        in_layers,
+        states,
+        sum(count for count, _ in quantized),
+        sum(count * value_bytes for count, value_bytes in quantized),
+    )

@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from torchmm.common.layers import AutoencoderSizes, Float8Linears
+from torchmm.common.layers import AutoencoderSizes, Float8Linears, QuantizedLinear
 from torchmm.costs.devices import WITHIN_NODE, Device, LinkRanks
 from torchmm.costs.execution import CostSetting
 from torchmm.costs.sizes import Array, TaskSizes
@@ -457,6 +457,18 @@ def float8_matmul(
         )
     forward, of_inputs, of_weights = passes
     return PassOperators(forward, of_inputs, of_weights, [])
+
+
+def decode_operator(linear: QuantizedLinear, setting: CostSetting) -> Operator:
+    """Return the operator that decodes the weight of a quantized linear.
+
+    Compiled code reads the codes and writes the weight. Otherwise, table indices, table values and
+    scaled values in float32 are written and read.
+    """
+    weights = linear.local_weights(setting.execution.tensor)
+    passed, calls = (0, 1) if setting.execution.compiled else (2 * (2 + 4 + 4), 7)
+    value_bytes = linear.value_bytes + passed + setting.element_bytes
+    return Operator("elementwise", memory_bytes=value_bytes * weights, calls=calls)
 
 
 def accumulation_operator(parameters: float, setting: CostSetting, tensors: int) -> Operator:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,19 @@ from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import WeightInitializer, named_units
 from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import WeightFormat
 
 MAX_PARALLEL_BYTES = 4 * 2**30
 """Maximum bytes of the layers that a rank initializes in parallel. A single layer may be larger."""
 _GLOBAL_GENERATOR = Lock()
+
+
+class _Target(NamedTuple):
+    """A parameter or buffer to fill."""
+
+    tensor: Tensor
+    form: WeightFormat | None
+    """Storage form of the parameter, or None if it is a tensor of its values."""
 
 
 @torch.no_grad()
@@ -54,10 +63,11 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
             full_module = module.build_without_adapters()
         # A tied copy has the seed of the original, which is in a different stage.
         copies = module.tied_replicas()
-        targets: dict[str, list[Tensor]] = defaultdict(list)
+        targets: dict[str, list[_Target]] = defaultdict(list)
         for name, tensor in named_tensors(module):
             if f"{prefix}.{name}" not in skip:
-                targets[copies.get(name, name)].append(tensor)
+                target = _Target(tensor, module.find_weight_format(name, tensor))
+                targets[copies.get(name, name)].append(target)
         for unit_fqn, unit in named_units(full_module, module.layers_fqn):
             sizes = {f"{unit_fqn}.{name}": t.nbytes for name, t in named_tensors(unit)}
             if targets.keys() & sizes.keys():
@@ -97,13 +107,13 @@ def _initialize_unit(
     unit_fqn: str,
     owner: WeightInitializer,
     key: str,
-    targets: dict[str, list[Tensor]],
+    targets: dict[str, list[_Target]],
 ) -> None:
     """Sample the weights of a layer and copy the shards of this rank."""
     with torch.no_grad():  # not inherited from the thread that starts this one
         for name, value in named_tensors(build_random_copy(unit, owner, key)):
             for target in targets.get(f"{unit_fqn}.{name}", ()):
-                copy_slice(target, value)
+                copy_slice(target.tensor, value, target.form)
 
 
 def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:

@@ -27,7 +27,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.layers import AdapterSizes, Float8Linears, LayerDescription, ModuleDescription
+from torchmm.common.layers import (
+    AdapterSizes,
+    Float8Linears,
+    LayerDescription,
+    ModuleDescription,
+    QuantizedLinear,
+)
 from torchmm.models.layers.connectors import iter_linears
 from torchmm.models.layers.lora import (
     CHILD,
@@ -37,6 +43,7 @@ from torchmm.models.layers.lora import (
     is_adapter_parameter,
 )
 from torchmm.models.sequence_layout import RowSharding, SequenceOps, UnshardedSequenceOps
+from torchmm.models.weight_formats import WeightFormat
 
 LinearSizes = tuple[tuple[int, int], ...]
 """Pairs (input features, output features) of linear layers."""
@@ -149,6 +156,8 @@ class LayeredModule(nn.Module, ABC):
             is 0.
         adapters: Maps names of linear layers of the full module to their adapters.
         rounded: Maps layer indices of the full module to the linear layers that use float8.
+        weight_formats: Maps names of linear layers of the full module to the storage form of their
+            weight, if it is not a tensor of its values.
         between: Access to hidden states between layers. After the last layer of a module they are
             always unsharded.
         rows: Sharding of messages over tensor-parallel ranks. None means unsharded messages.
@@ -183,6 +192,7 @@ class LayeredModule(nn.Module, ABC):
         self.sharded_loss_chunk_targets = 0
         self.adapters: dict[str, LoraSpec] = {}
         self.rounded: dict[int, Float8Linears] = {}
+        self.weight_formats: dict[str, WeightFormat] = {}
 
     @property
     @abstractmethod
@@ -242,6 +252,19 @@ class LayeredModule(nn.Module, ABC):
             for name, linear in part.named_modules()
             if type(linear) is nn.Linear
         ]
+
+    def find_weight_format(self, name: str, tensor: Tensor) -> WeightFormat | None:
+        """Return the storage form of a parameter, or None if it is a tensor of its values.
+
+        Args:
+            name: Name of the parameter.
+            tensor: The parameter. It has floating-point values until the module is converted.
+        """
+        return (
+            None
+            if tensor.is_floating_point()
+            else self.weight_formats.get(name.removesuffix(".weight"))
+        )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -329,7 +352,7 @@ class LayeredModule(nn.Module, ABC):
         without_connector = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
         styles: dict[nn.Module, str] = {}
         connector_adapters: tuple[AdapterSizes | None, ...] = ()
-        if self.adapters:
+        if self.adapters or self.weight_formats:
             plan = self.tensor_parallel_plan().items()
             styles = {
                 part: style for name, style in plan for part in self.matching_submodules(name)
@@ -346,6 +369,7 @@ class LayeredModule(nn.Module, ABC):
                     parameters=_count_parameters(layer),
                     adapters=_describe_adapters(layer, styles),
                     rounded=self.rounded.get(index),
+                    quantized=self._describe_quantized(index, styles),
                 )
                 for index, layer in self.indexed_layers()
             ),
@@ -375,6 +399,29 @@ class LayeredModule(nn.Module, ABC):
             dummy_patches=self.dummy_patches,
             is_sequence_sharded=self.is_sequence_sharded,
         )
+
+    def _describe_quantized(
+        self, index: int, styles: Mapping[nn.Module, str]
+    ) -> tuple[QuantizedLinear, ...]:
+        """Return the linear layers of a layer whose weights have a storage form.
+
+        Args:
+            index: Index of the layer.
+            styles: Maps linear layers to styles of `tensor_parallel_plan`.
+        """
+        sizes = []
+        for name, form in self.weight_formats.items():
+            if name.startswith(f"{self.layers_fqn}.{index}."):
+                linear = self.get_submodule(name)
+                assert isinstance(linear, nn.Linear), name
+                is_sharded = styles.get(linear) in ("colwise", "rowwise")
+                value_bytes = form.block_bytes / form.block
+                sizes.append(
+                    QuantizedLinear(
+                        linear.in_features, linear.out_features, is_sharded, value_bytes
+                    )
+                )
+        return tuple(sizes)
 
     def layer_sizes(self) -> list[LayerDescription]:
         """Return the shapes of all layers, including those of other stages."""

@@ -91,6 +91,11 @@ def checkpoint_bytes(recipe: Recipe, model: MultimodalModel) -> float:
             total += (
                 moments + states.offloaded_moments + states.moving_average
             ) * parameter.numel()
+    for module in model.modality_modules():
+        for layer in module.describe().layers if module.weight_formats else ():
+            total -= sum(
+                (states.weight - n.value_bytes) * n.local_weights(1) for n in layer.quantized
+            )
     return total
 
 

@@ -77,13 +77,19 @@ def _rank_state_bytes(
         adapter_parameters = sum(count for layer, count in counted_layers if layer.adapters)
         module_parameters = parameters - sum(module.autoencoder_parameters) // module_sizes.pipeline
         trained = module_parameters * module.trainable + adapter_parameters
-        state = StageParameters(parameters, trained, min(trained, sum(layer_parameters)), states)
-        gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
-        compute_bytes = 2 if training.dtype == "bfloat16" else 4
-        weights += (
-            state.weight_bytes // module_sizes.shard
-            + (module_sizes.shard > 1) * gathered * compute_bytes
+        quantized = [linear for layer in module.layers for linear in layer.quantized]
+        counts = [linear.local_weights(tensor) / module_sizes.pipeline for linear in quantized]
+        state = StageParameters(
+            parameters,
+            trained,
+            min(trained, sum(layer_parameters)),
+            states,
+            sum(counts),
+            sum(n * linear.value_bytes for n, linear in zip(counts, quantized, strict=True)),
         )
+        fraction = 1.0 if once_per_step else 2 / max(1, len(module.layers))
+        gathered = fraction * state.compute_bytes(2 if training.dtype == "bfloat16" else 4)
+        weights += state.weight_bytes // module_sizes.shard + (module_sizes.shard > 1) * gathered
         # Between the microbatches of a step, gradients are not sharded.
         sharded = (has_single_microbatch or reduces_every_microbatch) and not once_per_step
         gradients += state.gradient_bytes // (module_sizes.shard if sharded else 1)

@@ -271,7 +271,12 @@ def _communicated_parameters(
     if expert > 1:
         unsharded = stage_parameters(module, start, stop, execution.tensor, expert, states)
     shard = unsharded_experts.divide_by(shards)
-    sent = StageParameters(unsharded.total - shard.total, unsharded.trained - shard.trained)
+    sent = StageParameters(
+        unsharded.total - shard.total,
+        unsharded.trained - shard.trained,
+        quantized=unsharded.quantized - shard.quantized,
+        quantized_bytes=unsharded.quantized_bytes - shard.quantized_bytes,
+    )
     layers = module.layers[start:stop]
     experts, with_experts = 0.0, 0
     if expert > 1:
@@ -338,9 +343,9 @@ def all_gather_operators(
     """
     moved = _communicated_parameters(module, start, stop, execution)
     calls = moved.units
-    sent = element_bytes * moved.sent.total
+    sent = moved.sent.compute_bytes(element_bytes)
     # The shard is cast, then copied into and out of the buffer of the collective.
-    copied = 4 * moved.shard.total + 3 * element_bytes * moved.unsharded.total
+    copied = moved.shard.compute_bytes(4) + 3 * moved.unsharded.compute_bytes(element_bytes)
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
         *_shard_collectives("all_gather", sent, moved, links),
@@ -762,9 +767,9 @@ class CostModel:
         gathered = 0.0
         if execution.uses_fsdp and (execution.shard > 1 or self.element_bytes < 4):
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
-            gathered = moved.unsharded.total * self.element_bytes * share
+            gathered = moved.unsharded.compute_bytes(self.element_bytes) * share
         elif self.element_bytes < execution.states.weight:  # copies in the compute dtype
-            gathered = moved.unsharded.total * self.element_bytes
+            gathered = (moved.unsharded.total - moved.unsharded.quantized) * self.element_bytes
         state = moved.shard.weight_bytes + moved.shard.optimizer_bytes
         gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)
         return round(state + gathered) + gradients

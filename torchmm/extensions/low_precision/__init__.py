@@ -1,1 +1,1 @@
-"""Compute matmuls in float8, and store optimizer states in 16 or 8 bits or in host memory."""
+"""Float8 matmuls, 4-bit frozen weights, and optimizer states in 16 or 8 bits or in host memory."""

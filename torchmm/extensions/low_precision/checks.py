@@ -1,9 +1,9 @@
-"""Check the section `[float8]`."""
+"""Check the sections `[float8]` and `[quantization]`."""
 
 from __future__ import annotations
 
-from torchmm.common.module_names import LLM
-from torchmm.extensions.low_precision.section import Float8Config
+from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.extensions.low_precision.section import Float8Config, QuantizationConfig
 from torchmm.recipe.check import check_names
 from torchmm.recipe.check_parallel import tensor_size
 from torchmm.recipe.explain import Problem, Problems
@@ -63,3 +63,34 @@ def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
                 "gradients; remove the module"
             )
             yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))
+
+
+def check_quantization(recipe: Recipe, world_size: int | None) -> Problems:
+    """Yield problems of `[quantization]`: only frozen weights can be quantized."""
+    config = QuantizationConfig.from_parent(recipe)
+    yield from check_names(recipe, "quantization.modules", config.modules)
+    if config.quant_type == "none":
+        return
+    key = "quantization.modules"
+    with_magnitudes = {
+        module
+        for adapter in recipe.adapters.values()
+        if adapter.method == "dora"
+        for module in adapter.modules
+    }
+    for name in config.modules:
+        if name == GENERATOR or name.endswith(".connector"):
+            yield Problem(key, name, "has no layers that can be quantized; remove it from the list")
+        elif name not in recipe.freeze.modules and name not in recipe.adapted_modules:
+            text = (
+                "is trained, but only frozen weights can be quantized; add the module to an "
+                "adapter or to freeze.modules"
+            )
+            yield Problem(key, name, text, ("adapters", "freeze.modules"))
+        elif name in with_magnitudes:
+            text = 'has an adapter with method "dora", which requires full weights; use "lora"'
+            yield Problem(key, name, text, ("adapters",))
+        _, tensor = tensor_size(recipe.parallel, name)
+        if tensor > 1 and recipe.parallel.async_tensor_parallel:
+            text = f"is not supported for the quantized linear layers of {name!r}; set it to false"
+            yield Problem("parallel.async_tensor_parallel", True, text, (key,))

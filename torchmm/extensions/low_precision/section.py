@@ -1,4 +1,4 @@
-"""The section `[float8]` of recipes."""
+"""The sections `[float8]` and `[quantization]` of recipes."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ class Float8Config(Section):
     def applies_to(self, module: str) -> bool:
         """Return True if the layers of the module use float8."""
         return self.scaling != "none" and module in self.modules
+
+
+class QuantizationConfig(Section):
+    """Quantization of frozen weights (QLoRA, arXiv 2305.14314).
+
+    The weights of linear layers in transformer layers are stored in 4 bits, and decoded to
+    `training.dtype` for each matmul. See docs/get_started/lora.md.
+    """
+
+    quant_type: Literal["none", "nf4"] = "none"
+    """Data type of the stored weights. "nf4" has 16 values and one float32 scale per 64 weights, as
+    in bitsandbytes without double quantization: 4.5 bits per weight. "none" disables
+    quantization."""
+    modules: list[str] = Field(default=[LLM])
+    """Names of quantized modules. Their weights must be frozen: a module has an adapter or is in
+    `freeze.modules`. Embeddings, LM heads, norms and connectors are not quantized."""
+
+    def applies_to(self, module: str) -> bool:
+        """Return True if the weights of the module are quantized."""
+        return self.quant_type != "none" and module in self.modules

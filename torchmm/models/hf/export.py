@@ -10,7 +10,7 @@ Other pairs have no Hugging Face class. Their components are written to separate
 Diffusers writes a generator to `generator/`. The connector is the caption projection of diffusers.
 
 Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_files` writes them
-separately).
+separately). Quantized weights are decoded first.
 
 `WeightSource` provides the tensors one by one: from the ranks that train the model, or from a
 checkpoint (`torchmm.training.export.checkpoint`).
@@ -54,6 +54,7 @@ from torchmm.models.initialize import build_random_copy, named_tensors
 from torchmm.models.layered import LayeredModule, WeightFiles, named_units
 from torchmm.models.layers.lora import CHILD, is_adapter_parameter, merge_lora
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import stored_shape
 from torchmm.recipe.model_section import COMPONENTS_FILE, split_revision
 
 _logger = logging.getLogger(__name__)
@@ -147,14 +148,19 @@ def named_full_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredMod
 
     Yields:
         Prefix of the module, module, name in the module, and a tensor on the meta device with the
-        shape and dtype of the complete tensor.
+        shape and dtype of the complete tensor in the model and in checkpoints.
     """
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             full_module = module.rebuild()
         tied = full_module.tied_parameters()
         for name, example in full_module.state_dict().items():
-            if name not in tied:
+            if name in tied:
+                continue
+            if form := module.weight_formats.get(name.removesuffix(".weight")):
+                shape = stored_shape(example.shape, form)
+                yield prefix, module, name, example.new_empty(shape, dtype=torch.uint8)
+            else:
                 yield prefix, module, name, example
 
 
@@ -273,11 +279,14 @@ def _collect_weights(
         if not writes:
             continue
         assert value is not None
-        full_tensor = value
+        form = module.find_weight_format(name, value)
+        decoded = value if form is None else form.decode(value)
+        full_tensor = decoded
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in module.adapters:
-            full_tensor = merge_lora(value, adapters[module.name][linear], module.adapters[linear])
-            check_range(full_tensor, value, f"{module.name}.{name}")
+            factors = adapters[module.name][linear]
+            full_tensor = merge_lora(decoded, factors, module.adapters[linear])
+            check_range(full_tensor, decoded, f"{module.name}.{name}")
         for export in exports:
             if (hf_parameter := hf_name(export.prefixes, module.name, name)) is not None:
                 export.weights[hf_parameter] = full_tensor

@@ -41,6 +41,7 @@ from torchmm.common.files import check_relative_name
 from torchmm.common.log import report_progress
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.weight_formats import WeightFormat, value_shape, value_slices
 from torchmm.recipe.model_section import read_json_object, split_revision
 
 T = TypeVar("T")
@@ -62,9 +63,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_slice(target: Tensor, full_tensor: Tensor) -> None:
-    """Copy the local shard of the unsharded tensor `full_tensor` into `target`."""
-    local_tensor(target).copy_(full_tensor[local_slices(target)])
+def copy_slice(target: Tensor, full_tensor: Tensor, form: WeightFormat | None = None) -> None:
+    """Copy the local shard of the unsharded tensor `full_tensor` into `target`.
+
+    Args:
+        target: Tensor or DTensor.
+        full_tensor: Values of the complete tensor.
+        form: Storage form of `target`, or None if it is a tensor of its values.
+    """
+    local = local_tensor(target)
+    if form is None:
+        local.copy_(full_tensor[local_slices(target)])
+    else:
+        values = full_tensor[value_slices(local_slices(target), form)]
+        local.copy_(form.encode(values.to(local.device)))
 
 
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -85,11 +97,19 @@ class ParameterPiece(NamedTuple):
     """Whether the tensor has all experts. Their matrices may be transposed in the files."""
     share: tuple[int, int] = (0, 1)
     """Index and number of equal parts, if a tensor in the files has several parameters."""
+    form: WeightFormat | None = None
+    """Storage form of the parameter, or None if it is a tensor of its values."""
+
+    @property
+    def full_shape(self) -> list[int]:
+        """The shape of the values of the complete parameter."""
+        shape = self.tensor.shape
+        return list(shape if self.form is None else value_shape(shape, self.form))
 
     @property
     def shapes(self) -> list[list[int]]:
         """The shapes that the tensor may have in the files."""
-        full_shape = list(self.tensor.shape)
+        full_shape = self.full_shape
         if self.share[1] > 1:
             return [[self.share[1] * full_shape[0], *full_shape[1:]], full_shape]
         if self.stacked:
@@ -104,15 +124,20 @@ class ParameterPiece(NamedTuple):
         slices = local_slices(self.tensor)
         if not local.numel():
             return
+        if self.form is not None:
+            slices = value_slices(slices, self.form)
         if self.stacked and list(stored.get_shape()) != list(self.tensor.shape):
             experts, rows, columns = slices
             local.copy_(stored[experts, columns, rows].transpose(1, 2))
             return
         if self.expert is None:
-            if self.share[1] > 1 and list(stored.get_shape()) != list(self.tensor.shape):
+            if self.share[1] > 1 and list(stored.get_shape()) != self.full_shape:
                 first = self.share[0] * self.tensor.shape[0]
                 slices = (slice(slices[0].start + first, slices[0].stop + first), *slices[1:])
-            local.copy_(stored[slices])
+            values = stored[slices]
+            if self.form is not None:
+                values = self.form.encode(values.to(local.device))
+            local.copy_(values)
             return
         experts, rows, columns = slices
         start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
@@ -126,7 +151,7 @@ def parameter_pieces(module: LayeredModule) -> dict[str, ParameterPiece]:
     """Return the pieces of the parameters and buffers of a module, by names as in the files."""
     tensors = module.state_dict().items()
     return {
-        name: p
+        name: p._replace(form=module.find_weight_format(owner, x))
         for owner, x in tensors
         for name, p in _pieces_of_parameter(owner, x, module.weights)
     }

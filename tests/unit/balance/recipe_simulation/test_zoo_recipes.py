@@ -39,9 +39,10 @@ def test_zoo_parameters_match_comment(path: Path) -> None:
 
 
 PUBLISHED = {
-    # Model cards of Qwen3-8B and Qwen3-30B-A3B. Qwen3-VL and Qwen3-Omni have the same layers.
+    # Model cards of Qwen3-8B, 30B-A3B and 32B. Qwen3-VL and Qwen3-Omni have the same layers.
     "qwen3_vl_8b": {"llm": 8.2e9},
     "qwen3_vl_30b_a3b": {"llm": 30.5e9},
+    "qwen3_vl_32b_qlora": {"llm": 32.8e9},
     # Technical report of Qwen3-Omni. The connector is included in the encoder.
     "qwen3_omni_30b_a3b": {"llm": 30.5e9, "vision": 0.54e9, "audio": 0.65e9},
     # Model cards. The Gemma cards count the LLM only, in addition to about 550 M for the encoder.
@@ -68,6 +69,19 @@ def test_lora_of_72b_model_fits_one_node() -> None:
     full_recipe = recipe.model_copy(update={"adapters": {}})
     with pytest.raises(ConfigError, match=r"requires [\d.]+ GiB"):
         describe_run(full_recipe, 8)
+
+
+def test_quantized_weights_of_32b_model_fit_one_gpu() -> None:
+    path = ZOO / "qwen3_vl_32b_qlora.toml"
+    full = ["--activation_checkpoint.mode=full"]
+    peaks, weights = [], []
+    for changes in ([], ["--quantization.quant_type=none"]):
+        text = describe_run(load_recipe(path, [*full, *changes], 1).recipe, 1)
+        peaks += [float(gib) for gib in re.findall(r"peak memory +([\d.]+) GiB", text)]
+        weights += [float(gib) for gib in re.findall(r"weights ([\d.]+)", text)]
+    layers = 64 * (2 * 64 * 128 * 5120 + 2 * 8 * 128 * 5120 + 3 * 5120 * 25600)
+    assert weights[1] - weights[0] == pytest.approx(layers * (2 - 36 / 64) / 2**30, abs=0.011)
+    assert peaks[0] < 30 < 65 < peaks[1]
 
 
 def test_zoo_recipes_save_and_validate_by_default() -> None:
@@ -136,7 +150,7 @@ def test_lora_page_matches_recipe_simulation() -> None:
     values = {(row["case"], row["metric"]): row["ours"] for row in rows}
     page = (ROOT / "docs" / "get_started" / "lora.md").read_text()
     lines = re.findall(r"\| `(\w+)` \| [^|]+ \| (\d+) \| (\d+) GiB \| ([\d.]+) s \|", page)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for name, gpus, memory_gib, step_s in lines:
         assert int(gpus) == load_recipe(ZOO / f"{name}.toml", []).recipe.simulation.gpus, name
         assert int(memory_gib) == round(values[name, "peak memory per GPU"]), name

@@ -176,7 +176,7 @@ def profile_units(
             {n: float(seconds_N.mean()) for n, seconds_N in costs.seconds.items()},
             {n: float(kept_N.mean()) for n, kept_N in costs.saved_bytes.items()},
             relative_std=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
-            replica_bytes=element_bytes * parameters.total + parameters.gradient_bytes,
+            replica_bytes=parameters.compute_bytes(element_bytes) + parameters.gradient_bytes,
             sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
             activation_margin_bytes={
                 n: ACTIVATION_MARGIN_DEVIATIONS * float(kept_N.std())
