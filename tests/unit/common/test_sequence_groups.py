@@ -86,7 +86,7 @@ def test_padding_is_a_segment():
 
 
 def test_sample_costs_equal_flops_by_hand():
-    layer = LayerDescription(32, 4, 2, 8, 48, causal=True)
+    layer = LayerDescription(32, 4, 2, 8, 48, gated_ffn=True, causal=True)
     llm = ModuleDescription("llm", "llm", (layer,) * 3, 64, 64, parameters=0)
     linears = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)
     expected = [3 * (n * linears + 4 * 4 * 8 * n * n / 2) for n in (1, 10, 700)]
