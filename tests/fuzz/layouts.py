@@ -80,6 +80,7 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
     values = ("auto", "auto", "none")
     defaults = {"reorder": separate.choice(values), "balance": separate.choice(values)}
     layout["data"] = defaults | layout.get("data", {})
+    _dynamic_context(separate, layout)
     return layout
 
 
@@ -168,6 +169,14 @@ def _context(rng: Random, parallel: Table, shard: int) -> int:
     context = _middle(rng, divisors(shard))
     parallel.setdefault("llm", {})["context"] = context
     return context
+
+
+def _dynamic_context(rng: Random, layout: Table) -> None:
+    """Draw whether groups of context-parallel ranks follow the sample lengths."""
+    llm = layout["parallel"].get("llm", {})
+    is_supported = llm.get("context") in (2, 4, 8) and layout["training"]["microbatch_size"] == 1
+    if is_supported and rng.random() < 0.5:
+        llm["dynamic_context"] = True
 
 
 def _search(rng: Random) -> Table:

@@ -25,7 +25,7 @@ _MESHES: dict[tuple, ParallelMesh] = {}
 def mesh_for(config: ParallelConfig) -> ParallelMesh:
     """Return `build_mesh` of a config, cached by its sizes. The first call is collective."""
     sizes = resolve_sizes(config, dist.get_world_size())
-    key = (sizes, config.expert, config.context, config.mirrors)
+    key = (sizes, config.expert, config.context, config.dynamic_context, config.mirrors)
     if key not in _MESHES:
         _MESHES[key] = build_mesh(config, CPU)
     return _MESHES[key]

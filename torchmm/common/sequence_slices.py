@@ -9,6 +9,12 @@ from the ranks that encode images to the ranks with their tokens:
     LLM        rank 0                   | rank 1
     encoder    rank 0: images 0, 1      | rank 1: image 2          rank 0 sends a part of image 1
 
+With dynamic context parallelism, ranks form smaller groups that share complete segments of the
+sequence (`group_segments`). Segments are sorted by group, and each group divides its tokens:
+
+    segments   | video                  | chat 0     | chats 1, 2 |
+    LLM        rank 0       | rank 1    | rank 2     | rank 3     |
+
 Slices, shares and routes are computed on the CPU from the metadata of the sequence, before it is
 copied to a device. Ranks need no communication and no synchronization for this. Slices can have
 different lengths, and shares can be empty. Padded slices are not used, because routers of experts
@@ -32,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from math import gcd
+from math import ceil, gcd
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +101,129 @@ def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
     if ranks > 1 and images < tasks:
         return range(min(task, images), min(task + 1, images))
     return split_evenly(images, tasks)[task]
+
+
+MAX_IMBALANCE = 0.05
+"""Maximum relative excess of the tokens and of the work of a rank over the mean of all ranks, if
+ranks form smaller groups."""
+
+
+class SequenceGroup(NamedTuple):
+    """Adjacent context-parallel ranks that share segments of a packed sequence."""
+
+    ranks: range
+    segments: list[int]
+    """Indices of the segments, ascending."""
+
+
+def segment_lengths(meta: MicrobatchMeta) -> list[int]:
+    """Return the number of tokens of each sample of one packed sequence, and of its padding."""
+    padding = meta.tokens - meta.used_tokens
+    return [s.tokens for s in meta.samples] + [padding] * (padding > 0)
+
+
+def group_segments(
+    tokens: Sequence[int], costs: Sequence[float], ranks: int
+) -> list[SequenceGroup]:
+    """Divide context-parallel ranks into groups that share complete segments.
+
+    The number of ranks of a group is a power of two. The result has the smallest groups in which no
+    rank has more tokens or more work than `MAX_IMBALANCE` allows. Without such groups, all ranks
+    share all segments.
+
+    Args:
+        tokens: Number of tokens of each segment.
+        costs: Cost of each segment, in any unit.
+        ranks: Number of context-parallel ranks, a power of two.
+    """
+    # The number of ranks that the tokens and the cost of each segment occupy.
+    scale = ranks / (1 + MAX_IMBALANCE)
+    loads = [
+        (scale * count / sum(tokens), scale * cost / sum(costs))
+        for count, cost in zip(tokens, costs, strict=True)
+    ]
+    min_ranks = 1
+    while min_ranks < ranks:
+        groups = _fill_groups(loads, min_ranks, ranks)
+        group_tokens = [sum(tokens[i] for i in group.segments) for group in groups]
+        if groups and all(map(ge, group_tokens, (len(group.ranks) for group in groups))):
+            return groups
+        min_ranks *= 2
+    return [SequenceGroup(range(ranks), list(range(len(tokens))))]
+
+
+def _fill_groups(
+    loads: Sequence[tuple[float, float]], min_ranks: int, ranks: int
+) -> list[SequenceGroup]:
+    """Return groups of at least `min_ranks` ranks, or an empty list if segments do not fit.
+
+    A segment that occupies more than `min_ranks` ranks has a separate group. Smaller segments are
+    added to the group with the least work per rank, in descending order.
+
+    Args:
+        loads: Number of ranks that the tokens and the cost of each segment occupy.
+        min_ranks: Minimum number of ranks of a group, a power of two.
+        ranks: Number of ranks of all groups.
+    """
+    min_sizes = [max(min_ranks, 1 << (ceil(max(load)) - 1).bit_length()) for load in loads]
+    order = sorted(range(len(loads)), key=lambda i: (-min_sizes[i], -loads[i][1]))
+    sizes = [min_sizes[i] for i in order if min_sizes[i] > min_ranks]
+    large = len(sizes)
+    if sum(sizes) > ranks:
+        return []
+    sizes += [min_ranks] * ((ranks - sum(sizes)) // min_ranks)
+    used = [(0.0, 0.0)] * len(sizes)
+    segments: list[list[int]] = [[] for _ in sizes]
+    for position, i in enumerate(order):
+        totals = [(tokens + loads[i][0], cost + loads[i][1]) for tokens, cost in used]
+        fitting = [n for n, size in enumerate(sizes) if max(totals[n]) <= size >= min_sizes[i]]
+        if position < large:
+            fitting = [position]
+        if not fitting:
+            return []
+        group = min(fitting, key=lambda n: totals[n][1] / sizes[n])
+        used[group] = totals[group]
+        segments[group].append(i)
+    starts = accumulate(sizes, initial=0)
+    return [
+        SequenceGroup(range(start, start + size), sorted(indices))
+        for start, size, indices in zip(starts, sizes, segments, strict=False)
+    ]
+
+
+def group_slices(lengths: Sequence[int], groups: Sequence[SequenceGroup]) -> list[range]:
+    """Return the tokens of each rank in the sequence whose segments are sorted by group."""
+    slices = []
+    start = 0
+    for group in groups:
+        tokens = sum(lengths[i] for i in group.segments)
+        local = slice_ranges(tokens, len(group.ranks))
+        slices += [range(start + each.start, start + each.stop) for each in local]
+        start += tokens
+    return slices
+
+
+def sort_segments(microbatch: Microbatch, order: Sequence[int]) -> Microbatch:
+    """Return the microbatch with its segments in another order. Images keep their order."""
+    starts = microbatch.cu_seqlens
+    device = microbatch.input_ids_T.device
+    source_T = torch.cat([torch.arange(starts[i], starts[i + 1], device=device) for i in order])
+    position_T = source_T.argsort()
+    encoders = {
+        name: replace(inputs, positions_K=position_T[inputs.positions_K])
+        for name, inputs in microbatch.encoders.items()
+    }
+    sources_T = microbatch.sources_T
+    return replace(
+        microbatch,
+        input_ids_T=microbatch.input_ids_T[source_T],
+        targets_T=microbatch.targets_T[source_T],
+        position_ids=microbatch.position_ids[..., source_T],
+        sources_T=None if sources_T is None else sources_T[source_T],
+        cu_seqlens=[0, *accumulate(starts[i + 1] - starts[i] for i in order)],
+        encoders=encoders,
+        target_positions_L=None,
+    )
 
 
 class RankShare(NamedTuple):
@@ -233,10 +363,16 @@ def _transposed_order(counts_AB: np.ndarray) -> Tensor:
 
 @dataclass
 class SliceContext:
-    """Data of the packed sequence that the LLM of a rank needs in addition to its slice."""
+    """Data of the packed sequence that the LLM of a rank needs in addition to its slice.
+
+    With dynamic context parallelism, the sequence consists of the segments of the group of the
+    rank.
+    """
 
     start: int
     """Index of the first token of the slice in the packed sequence."""
+    ranks: int
+    """Number of ranks that share the packed sequence."""
     input_ids_T: Tensor
     """Token IDs of the full packed sequence."""
     targets_T: Tensor
@@ -262,6 +398,7 @@ class SliceContext:
             )
         return SliceContext(
             self.start,
+            self.ranks,
             function(self.input_ids_T),
             function(self.targets_T),
             {
@@ -283,7 +420,8 @@ class SlicedMicrobatch(Microbatch):
     """Slice of a microbatch on one rank.
 
     Tokens, targets and positions are those of the slice. `encoders` has the images that this rank
-    encodes. `cu_seqlens` and `meta` are those of the full packed sequence.
+    encodes. `cu_seqlens` is that of the packed sequence in `slice_context`, and `meta` that of the
+    microbatch.
     """
 
     slice_context: SliceContext = field(kw_only=True)
@@ -308,16 +446,30 @@ def full_sequence(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def slice_microbatch(
-    microbatch: Microbatch, rank: int, ranks: int, widths: Mapping[str, int]
+    microbatch: Microbatch,
+    rank: int,
+    ranks: int,
+    widths: Mapping[str, int],
+    groups: Sequence[SequenceGroup] = (),
 ) -> Microbatch:
     """Return the slice of a microbatch for a rank. With one rank, the microbatch itself.
 
     Args:
         widths: Widths of the features of each encoder, in any unit.
+        groups: Ranks that share segments. Empty if all ranks share all segments.
     """
     if ranks == 1:
         return microbatch
     slices = slice_ranges(len(microbatch.input_ids_T), ranks)
+    group_ranks = range(ranks)
+    cu_seqlens = microbatch.cu_seqlens
+    if len(groups) > 1:
+        lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+        slices = group_slices(lengths, groups)
+        microbatch = sort_segments(microbatch, [i for group in groups for i in group.segments])
+        group_ranks, segments = next(group for group in groups if rank in group.ranks)
+        cu_seqlens = [0, *accumulate(lengths[i] for i in segments)]
+    sequence = slice(slices[group_ranks[0]].start, slices[group_ranks[-1]].stop)
     local_slice = slices[rank]
     local_encoders: dict[str, EncoderInputs] = {}
     llm_encoders: dict[str, EncoderInputs] = {}
@@ -345,10 +497,19 @@ def slice_microbatch(
             "targets_T": microbatch.targets_T[tokens],
             "position_ids": microbatch.position_ids[..., tokens],
             "sources_T": None if microbatch.sources_T is None else microbatch.sources_T[tokens],
+            "cu_seqlens": cu_seqlens,
             "target_positions_L": None,
             "encoders": local_encoders,
         },
-        slice_context=_slice_context(microbatch, local_slice.start, llm_encoders, routes, widths),
+        slice_context=SliceContext(
+            local_slice.start - sequence.start,
+            len(group_ranks),
+            microbatch.input_ids_T[sequence],
+            microbatch.targets_T[sequence],
+            llm_encoders,
+            routes,
+            _merged_route(routes, widths),
+        ),
     )
 
 
@@ -428,7 +589,15 @@ def slice_balanced_microbatch(
             grids_thw=[inputs.grids_thw[image] for image in order],
             tile_regions=inputs.tile_regions and [inputs.tile_regions[image] for image in order],
         )
-    row = _slice_context(microbatch, 0, llm_encoders, routes, widths)
+    row = SliceContext(
+        0,
+        1,
+        microbatch.input_ids_T,
+        microbatch.targets_T,
+        llm_encoders,
+        routes,
+        _merged_route(routes, widths),
+    )
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     values |= {"encoders": microbatch.rank_encoders, "meta": microbatch.rank_meta}
     if GENERATOR in microbatch.image_owners:
@@ -453,17 +622,10 @@ def _context_route(microbatch: BalancedMicrobatch, ranks: int) -> FeatureRoute:
     )
 
 
-def _slice_context(
-    microbatch: Microbatch,
-    start: int,
-    encoders: dict[str, EncoderInputs],
-    routes: dict[str, FeatureRoute],
-    widths: Mapping[str, int],
-) -> SliceContext:
-    merged = merge_routes(routes, widths) if len(routes) > 1 else None
-    return SliceContext(
-        start, microbatch.input_ids_T, microbatch.targets_T, encoders, routes, merged
-    )
+def _merged_route(
+    routes: Mapping[str, FeatureRoute], widths: Mapping[str, int]
+) -> MergedRoute | None:
+    return merge_routes(routes, widths) if len(routes) > 1 else None
 
 
 def _sum_by_owner(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
@@ -493,11 +655,18 @@ def _positions_in(positions_K: Tensor, token_range: range) -> Tensor:
     return positions_K[(positions_K >= token_range.start) & (positions_K < token_range.stop)]
 
 
-def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
-    """Return the sizes of the slice of a rank: tokens of the slice, and images that it encodes."""
+def slice_meta(
+    meta: MicrobatchMeta, rank: int, ranks: int, groups: Sequence[SequenceGroup] = ()
+) -> MicrobatchMeta:
+    """Return the sizes of the slice of a rank: tokens of the slice, and images that it encodes.
+
+    Args:
+        groups: See `slice_microbatch`.
+    """
     if ranks == 1:
         return meta
-    tokens = len(slice_ranges(meta.tokens, ranks)[rank])
+    slices = group_slices(segment_lengths(meta), groups) if groups else None
+    tokens = len((slices or slice_ranges(meta.tokens, ranks))[rank])
     owners: dict[str | None, Iterator[int]] = {}
     for encoder in _encoder_names(meta):
         shares = assign_images(meta.patches(encoder), ranks)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.blocks import (
     GradientFlags,
@@ -193,6 +193,20 @@ def pass_flops(
         inputs_N += inputs * (dense_N + 2 * attention_N)
         weights_N += weights * block.count * block.weight_flops(sizes)
     return PassFlops(forward_N, inputs_N, weights_N)
+
+
+def sample_costs(llm: ModuleDescription, tokens: Sequence[int]) -> list[float]:
+    """Return the forward FLOPs of samples without targets in the LLM, by number of tokens.
+
+    Attention has half of its FLOPs, because kernels skip the masked half.
+    """
+    metas = [MicrobatchMeta((SampleMeta("", 0, count),), count) for count in tokens]
+    sizes = llm_sizes(metas, [0] * len(tokens), padding=False)
+    flops_N = np.zeros(len(tokens))
+    for block in stage_blocks(llm, 0, len(llm.layers)):
+        dense_N, attention_N = block.flops(sizes)
+        flops_N += block.count * (dense_N + attention_N / 2)
+    return flops_N.tolist()
 
 
 def module_layers(

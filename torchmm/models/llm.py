@@ -459,8 +459,11 @@ class LlmModule(LayeredModule):
     def _forward_arguments(
         self, microbatch: Microbatch, hidden_TD: Tensor, cache: PackedCache | None
     ) -> dict[str, Any]:
-        ranks = self.sequence_ranks
-        tokens = microbatch.cu_seqlens[-1]
+        head_exchange = None
+        if self.sequence_ranks is not None:
+            assert isinstance(microbatch, SlicedMicrobatch)
+            ranks = microbatch.slice_context.ranks
+            head_exchange = self.sequence_ranks.heads(microbatch.cu_seqlens[-1], ranks)
         cache_arguments: dict[str, Any] = {}
         if cache is not None:
             cache.begin_sequence(microbatch.cu_seqlens, hidden_TD.device)
@@ -477,7 +480,7 @@ class LlmModule(LayeredModule):
                 hidden_TD.device,
                 self._bidirectional_blocks(microbatch),
                 self.family.bidirectional == "images in windows",
-                None if ranks is None else ranks.heads(tokens),
+                head_exchange,
                 cache,
             ),
         }

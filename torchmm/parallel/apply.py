@@ -114,7 +114,7 @@ def parallelize(
     """
     overlap_styles: dict[str, OverlapStyles | None] = {}
     if mesh.module_mesh.context is not None:
-        apply_context_parallel(model, mesh.module_mesh.context)
+        apply_context_parallel(model, mesh.module_mesh.context, mesh.module_mesh.context_subgroups)
     device = mesh.device.type
     is_automatic = compile_config.enabled == "auto"
     compilation = Compilation(

@@ -21,6 +21,10 @@ channels are independent. The same exchange runs before their convolution, which
 its channels, and after the recurrence. In delta nets, ranks divide the value heads, which read key
 and query heads.
 
+With `parallel.llm.dynamic_context`, smaller groups of ranks exchange tokens for heads. A group
+shares complete segments of the packed sequence (`torchmm.common.sequence_slices.group_segments`).
+Features of images and loads of experts are exchanged among all context-parallel ranks.
+
 Parameters are sharded as in data parallelism: FSDP2 shards them over `shard`, including the group,
 and sums gradients. The sum is correct, because the loss of a rank is the sum over its local target
 tokens. Encoders of the ranks process different images, and their outputs are sent to the ranks with
@@ -38,7 +42,8 @@ divide, G heads that these read, D and E features of a head, K output tokens of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -58,15 +63,24 @@ class ContextParallelRanks(FeatureExchange):
 
     Args:
         mesh: 1-D mesh of the ranks.
+        subgroups: Smaller groups of this rank, by number of ranks. Empty if all ranks share all
+            sequences.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, subgroups: Mapping[int, dist.ProcessGroup] = MappingProxyType({})
+    ) -> None:
         super().__init__(mesh.get_group())
         self.rank = mesh.get_local_rank()
+        self._groups = {**subgroups, self.size: self.group}
 
-    def heads(self, tokens: int) -> ContextParallelHeads:
+    def heads(self, tokens: int, ranks: int) -> ContextParallelHeads | None:
+        if ranks == 1:
+            return None
         return ContextParallelHeads(
-            self.group, self.rank, [len(each) for each in slice_ranges(tokens, self.size)]
+            self._groups[ranks],
+            self.rank % ranks,
+            [len(each) for each in slice_ranges(tokens, ranks)],
         )
 
     def summed(self, values: Tensor) -> Tensor:
@@ -173,9 +187,18 @@ def _for_readers(x: Tensor, local_heads: range, readers: int, dim: int) -> Tenso
     return torch.cat(repeated, dim)
 
 
-def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
-    """Set the context-parallel ranks of all LLM stages of a model, in place."""
-    ranks = ContextParallelRanks(mesh)
+def apply_context_parallel(
+    model: MultimodalModel,
+    mesh: DeviceMesh,
+    subgroups: Mapping[int, dist.ProcessGroup] = MappingProxyType({}),
+) -> None:
+    """Set the context-parallel ranks of all LLM stages of a model, in place.
+
+    Args:
+        mesh: 1-D mesh of the ranks.
+        subgroups: See `ContextParallelRanks`.
+    """
+    ranks = ContextParallelRanks(mesh, subgroups)
     for stage in (model.llm, *model.all_stages()):
         if isinstance(stage, LlmModule):
             stage.sequence_ranks = ranks

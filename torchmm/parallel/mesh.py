@@ -90,6 +90,9 @@ class ModuleMesh:
     contexts: DeviceMesh | None = None
     """The same ranks with `shard` divided into `CONTEXT_SHARD` and `CONTEXT`. None without context
     parallelism (`torchmm.parallel.context`)."""
+    context_subgroups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Smaller context-parallel groups of this rank, by number of ranks. Empty without
+    `parallel.llm.dynamic_context`."""
 
     def __post_init__(self) -> None:
         # Process groups sort their ranks, but a mesh does not. If ranks are in a different order,
@@ -482,7 +485,8 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     ranks = _by_share(mesh.mesh).unflatten(0, (-1, config.context)).transpose(1, 2)
     group_size = config.context * sizes.tensor // config.mirrors
     shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
-    module_mesh = ModuleMesh(mesh, experts, contexts)
+    subgroups = _context_subgroups(mesh.mesh, config)
+    module_mesh = ModuleMesh(mesh, experts, contexts, subgroups)
     return ParallelMesh(device, module_mesh, shares.tolist(), layer_hooks=layer_hooks)
 
 
@@ -498,6 +502,25 @@ def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> Devic
         return None
     ranks = mesh.mesh.unflatten(AXES.index(SHARD), (-1, size))
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(PIPELINE, REPLICATE, *names, TENSOR))
+
+
+def _context_subgroups(ranks: torch.Tensor, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
+    """Return the smaller context-parallel groups of this rank, by number of ranks.
+
+    All ranks create all groups in the same order. The dict is empty without
+    `parallel.llm.dynamic_context`.
+
+    Args:
+        ranks: Global ranks by pipeline, replicate, shard and tensor rank.
+        config: Section [parallel] of the recipe.
+    """
+    groups = {}
+    size = 2
+    while config.dynamic_context and size < config.context:
+        members = ranks.movedim(AXES.index(SHARD), -1).reshape(-1, size).tolist()
+        groups[size], _ = dist.new_subgroups_by_enumeration(members)
+        size *= 2
+    return groups
 
 
 def _by_share(ranks: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ SCHEDULE_KEY = "parallel.schedule"
 PIPELINE_KEY = "parallel.pipeline"
 VIRTUAL_STAGES_KEY = "parallel.virtual_stages"
 CONTEXT_KEY = "parallel.llm.context"
+DYNAMIC_CONTEXT_KEY = "parallel.llm.dynamic_context"
 
 
 def check_pipeline(recipe: Recipe) -> Problems:
@@ -35,6 +36,7 @@ def check_pipeline(recipe: Recipe) -> Problems:
     yield from _check_modules(recipe)
     yield from _check_layers(recipe)
     yield from _check_experts(recipe)
+    yield from _check_dynamic_context(recipe)
     yield from _check_context(recipe)
 
 
@@ -169,6 +171,25 @@ def _check_experts(recipe: Recipe) -> Problems:
     if recipe.activation_checkpoint.selects_layers_automatically(LLM):
         text = "requires the same recomputation on all ranks; use another mode for the LLM"
         yield Problem("parallel.expert", expert, text, ("activation_checkpoint.mode",))
+
+
+def _check_dynamic_context(recipe: Recipe) -> Problems:
+    """Yield problems of groups of context-parallel ranks that follow the sample lengths."""
+    parallel = recipe.parallel
+    for name, module in parallel.modules.items():
+        if name != LLM and module.dynamic_context is not None:
+            text = f"is supported only for the LLM; remove it or set {DYNAMIC_CONTEXT_KEY}"
+            yield Problem(f"parallel.{name}.dynamic_context", module.dynamic_context, text)
+    if not parallel.dynamic_context:
+        return
+    context = parallel.context
+    if context == 1 or context & (context - 1):
+        text = f"requires a power of two above 1 for {CONTEXT_KEY} (found {context})"
+        yield Problem(DYNAMIC_CONTEXT_KEY, True, text, (CONTEXT_KEY,))
+    size = recipe.training.microbatch_size
+    if size > 1:
+        text = f"requires training.microbatch_size = 1 (found {size}); use longer sequences"
+        yield Problem(DYNAMIC_CONTEXT_KEY, True, text, ("training.microbatch_size",))
 
 
 def _check_context(recipe: Recipe) -> Problems:

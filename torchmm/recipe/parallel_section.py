@@ -38,6 +38,12 @@ class ModuleParallelConfig(Section):
     """Context-parallel size of the LLM, for long sequences. These ranks are part of `shard`. They
     split the tokens of each microbatch, and its images in the encoders. Attention splits heads. If
     None, it is 1. See docs/guides/context_parallelism.md."""
+    dynamic_context: bool | None = None
+    """Whether smaller groups of the `context` ranks of the LLM share the samples of a packed
+    sequence, such as 1 rank for chats and 4 ranks for a video. The groups follow the sample lengths
+    of each microbatch. Requires a power of two for `context`, and `training.microbatch_size` = 1.
+    Dry runs assume groups of `context` ranks. If None, it is false. See
+    docs/guides/context_parallelism.md."""
     segments: int | None = Field(default=None, ge=1)
     """Number of stages of this module per rank. Supported for colocated encoders and for the
     schedules "separated", "searched" and "csv:...". If None, it is `parallel.virtual_stages` for
@@ -179,6 +185,11 @@ class ParallelConfig(Section):
     def context(self) -> int:
         """Number of ranks that divide the tokens of a microbatch of the LLM."""
         return self.modules.get(LLM, ModuleParallelConfig()).context or 1
+
+    @property
+    def dynamic_context(self) -> bool:
+        """True if smaller groups of context-parallel ranks share the samples of a sequence."""
+        return bool(self.modules.get(LLM, ModuleParallelConfig()).dynamic_context)
 
     @property
     def mirrors(self) -> int:

@@ -25,15 +25,19 @@ import torch
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.extensions import load_entry
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.module_names import GENERATOR
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.common.sequence_slices import (
     BalancedMicrobatch,
     DecodeAssignment,
+    SequenceGroup,
+    group_segments,
+    segment_lengths,
     slice_balanced_microbatch,
     slice_meta,
     slice_microbatch,
     slice_ranges,
 )
+from torchmm.costs.flops import sample_costs
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
@@ -183,7 +187,7 @@ class Pipeline:
             self.config,
             self.descriptions,
             metas,
-            specs=self.specs(metas),
+            specs=self.specs(metas, purpose),
             sharding=self.sharding,
             purpose=purpose,
             reduces_early=purpose == "training" and self.device.type == "cuda",
@@ -210,9 +214,13 @@ class Pipeline:
         tasks = local_tasks(plan, self._runtime.plan_rank)
         return replace(plan, specs=self.specs(metas)(plan.graph, tasks=tasks))
 
-    def specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
+    def specs(
+        self, metas: Sequence[MicrobatchMeta], purpose: Purpose = "training"
+    ) -> Callable[..., MessageSpecs]:
         """Return the function that computes the tensors of the messages of this rank."""
-        local_metas = [slice_meta(meta, *self._slice) for meta in metas]
+        local_metas = [
+            slice_meta(meta, *self._slice, self._context_groups(meta, purpose)) for meta in metas
+        ]
         sizes = self.message_sizes
         return partial(message_specs, modules=sizes, microbatches=local_metas, dtype=self.dtype)
 
@@ -243,22 +251,39 @@ class Pipeline:
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
 
+    def _context_groups(
+        self, meta: MicrobatchMeta, purpose: Purpose = "training"
+    ) -> Sequence[SequenceGroup]:
+        """Return the context-parallel ranks that share samples. Empty if all ranks share them.
+
+        All ranks share prompts, so that `next_token_logits` has the logits in their order.
+        """
+        if not self.config.dynamic_context or purpose == "text":
+            return ()
+        tokens = segment_lengths(meta)
+        llm = next(module for module in self.descriptions if module.name == LLM)
+        return group_segments(tokens, sample_costs(llm, tokens), self._slice[1])
+
     def _local_microbatches(
-        self, plan: PipelinePlan, microbatches: Sequence[Microbatch]
+        self,
+        plan: PipelinePlan,
+        microbatches: Sequence[Microbatch],
+        purpose: Purpose = "training",
     ) -> list[Microbatch]:
         """Return the slices of this rank, with the pixels that its tasks read."""
         return self._pixels.distribute(
-            plan.graph, [self._local_microbatch(m) for m in microbatches]
+            plan.graph, [self._local_microbatch(m, purpose) for m in microbatches]
         )
 
-    def _local_microbatch(self, microbatch: Microbatch) -> Microbatch:
+    def _local_microbatch(self, microbatch: Microbatch, purpose: Purpose) -> Microbatch:
         if isinstance(microbatch, BalancedMicrobatch):
             assert self._feature_ranks is not None
             part: Microbatch = slice_balanced_microbatch(
                 microbatch, self._feature_ranks.size, self._widths
             )
         else:
-            part = slice_microbatch(microbatch, *self._slice, self._widths)
+            groups = self._context_groups(microbatch.meta, purpose)
+            part = slice_microbatch(microbatch, *self._slice, self._widths, groups)
         # Views of pinned memory are pinned. Tensors that slicing has allocated are not.
         is_copied = part is not microbatch and self.device.type == "cuda"
         return part.pin_memory() if is_copied else part
@@ -311,7 +336,9 @@ class Pipeline:
         if self._text_plan is None or self._text_plan[0] != meta:
             self._text_plan = meta, self.plan([meta], purpose="text")
         plan = self._text_plan[1]  # all sequences with one token per prompt have the same plan
-        moved = [part.to(self.device) for part in self._local_microbatches(plan, [microbatch])]
+        moved = [
+            part.to(self.device) for part in self._local_microbatches(plan, [microbatch], "text")
+        ]
         result = self._text_runtime.step(plan, moved)
         logits_BV = result.losses_of("llm").get(0)
         if logits_BV is None or self._sequence_ranks is None:
@@ -320,9 +347,9 @@ class Pipeline:
         rank, ranks = self._slice
         positions = slice_ranges(len(microbatch.input_ids_T), ranks)[rank]
         stops = microbatch.cu_seqlens[1:]
-        local = [number for number, stop in enumerate(stops) if stop - 1 in positions]
+        prompts = [number for number, stop in enumerate(stops) if stop - 1 in positions]
         all_BV = logits_BV.new_zeros(len(stops), logits_BV.shape[1])
-        all_BV[torch.tensor(local, dtype=torch.int64)] = logits_BV
+        all_BV[torch.tensor(prompts, dtype=torch.int64)] = logits_BV
         return self._sequence_ranks.summed(all_BV)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:

@@ -223,6 +223,13 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
         ),
         ("[parallel.vision]\ncontext = 2", 2, "set parallel.llm.context"),
         (
+            "[parallel.vision]\ndynamic_context = true",
+            2,
+            "set parallel.llm.dynamic_context",
+        ),
+        ("[parallel.llm]\ndynamic_context = true", 2, "a power of two above 1 for"),
+        ("[parallel.llm]\ncontext = 6\ndynamic_context = true", 6, "(found 6)"),
+        (
             "auto_sizes = true\n[parallel.llm]\ncontext = 2",
             2,
             "by the search for parallelism degrees",
@@ -247,6 +254,13 @@ def test_invalid_context_parallelism_is_rejected(recipe, keys, ranks, message) -
     recipe.write_text(f"{MODEL}\n[parallel]\n{keys}\n")
     problems = problems_of(recipe, world_size=ranks)
     assert any("context" in problem and message in problem for problem in problems), problems
+
+
+def test_dynamic_context_requires_one_sequence_per_microbatch(recipe: Path) -> None:
+    recipe.write_text(f"{MODEL}\n[parallel.llm]\ncontext = 2\ndynamic_context = true\n")
+    assert problems_of(recipe, "--training.microbatch_size=1", world_size=2) == []
+    [problem] = problems_of(recipe, "--training.microbatch_size=2", world_size=2)
+    assert "parallel.llm.dynamic_context" in problem and "training.microbatch_size = 1" in problem
 
 
 def test_context_ranks_count_once_in_batch(recipe: Path) -> None:

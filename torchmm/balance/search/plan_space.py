@@ -147,7 +147,7 @@ def strip_parallelism(recipe: Recipe) -> Recipe:
     Other keys of [parallel] are not changed, unless they conflict with the keys that plans change.
     """
     table = recipe.parallel.model_dump(exclude_none=True)
-    dropped = {*AXES, "segments", "context", "sub_microbatch_images"}
+    dropped = {*AXES, "segments", "context", "dynamic_context", "sub_microbatch_images"}
     for name in recipe.parallel.modules:
         table[name] = {key: value for key, value in table[name].items() if key not in dropped}
     table |= dict.fromkeys((*AXES, "virtual_stages", "expert"), 1)

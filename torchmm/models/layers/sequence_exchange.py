@@ -58,8 +58,15 @@ class HeadExchange(Protocol):
 class SequenceRanks(Protocol):
     """The context-parallel ranks that share packed sequences, including this process."""
 
-    def heads(self, tokens: int) -> HeadExchange:
-        """Return the exchange of tokens for heads of a packed sequence with `tokens` tokens."""
+    def heads(self, tokens: int, ranks: int) -> HeadExchange | None:
+        """Return the exchange of tokens for heads of a packed sequence.
+
+        None if this rank has the complete sequence.
+
+        Args:
+            tokens: Number of tokens of the sequence.
+            ranks: Number of adjacent ranks that share the sequence.
+        """
         ...
 
     def exchange_features(
