@@ -258,7 +258,8 @@ def test_invalid_context_parallelism_is_rejected(recipe, keys, ranks, message) -
 
 def test_dynamic_context_requires_one_sequence_per_microbatch(recipe: Path) -> None:
     recipe.write_text(f"{MODEL}\n[parallel.llm]\ncontext = 2\ndynamic_context = true\n")
-    assert problems_of(recipe, "--training.microbatch_size=1", world_size=2) == []
+    loaded = load_recipe(recipe, ["--training.microbatch_size=1"], 2).recipe
+    assert loaded.parallel.dynamic_context
     [problem] = problems_of(recipe, "--training.microbatch_size=2", world_size=2)
     assert "parallel.llm.dynamic_context" in problem and "training.microbatch_size = 1" in problem
 
