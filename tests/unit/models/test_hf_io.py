@@ -116,13 +116,33 @@ def test_multi_token_prediction_layers_are_skipped(tmp_path: Path) -> None:
         load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
 
 
-def test_invalid_generation_config_does_not_prevent_export(tmp_path: Path, tokenizer) -> None:
+def test_conflicting_generation_settings_are_exported(tmp_path: Path, tokenizer, caplog) -> None:
+    """Hugging Face accepts such a file, for example with a temperature but without sampling."""
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path / "first")
-    settings = tmp_path / "first" / "generation_config.json"
-    settings.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": 2}))
+    settings = {"do_sample": False, "temperature": 0.6, "top_k": 20, "eos_token_id": [5, 2]}
+    (tmp_path / "first/generation_config.json").write_text(json.dumps(settings))
     model = load(ModelConfig(llm=LlmConfig(source=str(tmp_path / "first"))))
-    export_hf(model, tmp_path / "ours", tokenizer)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    with caplog.at_level("WARNING"):
+        export_hf(model, tmp_path / "ours", tokenizer)
+    assert "reports as conflicts" in caplog.text and "temperature" in caplog.text
+    exported = json.loads((tmp_path / "ours/generation_config.json").read_text())
+    assert {key: exported.get(key) for key in settings} == settings
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert plain.generation_config.temperature == 0.6
+
+
+def test_rejected_generation_settings_are_reported(tmp_path: Path, tokenizer, caplog) -> None:
+    save(AutoModelForCausalLM, LLMS["llama"], tmp_path / "first")
+    settings = {"num_return_sequences": 3, "do_sample": False}
+    (tmp_path / "first/generation_config.json").write_text(json.dumps(settings))
+    model = load(ModelConfig(llm=LlmConfig(source=str(tmp_path / "first"))))
+    with caplog.at_level("WARNING"):
+        export_hf(model, tmp_path / "ours", tokenizer)
+    assert "without generation_config.json" in caplog.text
+    assert "num_return_sequences" in caplog.text
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours").generation_config.eos_token_id == 2
+    )
 
 
 @proves("files", COMPOSITES)

@@ -238,7 +238,7 @@ def test_model_card_describes_run(saved, tokenizer, tmp_path, real_data):
     assert "- loss 2.0000 nats per token at step 3" in body
     assert "- validation loss 1.5000 nats per token at step 2" in body
     version = transformers.__version__
-    assert f"Written with transformers {version}. Use transformers 5.0 or later." in body
+    assert f"Written with transformers {version}. Use transformers 4.57, or 5.17 or later." in body
 
 
 def test_export_files_have_the_mode_of_new_files(saved, tmp_path):

@@ -119,7 +119,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
 def _check_generation(key: str, directory: Path) -> None:
     """Raise a ConfigError if generation_config.json of a local directory would stop an export.
 
-    Values that transformers rejects by name are allowed, because exports omit such a file.
+    Conflicts between settings are allowed. Exports keep them, or log a warning and omit the file.
     """
     if not (directory / GENERATION_CONFIG_NAME).is_file():
         return

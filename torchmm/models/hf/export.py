@@ -22,7 +22,6 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,8 +37,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, describe_load_error
 from torchmm.common.log import iterate_with_progress
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
@@ -140,6 +140,8 @@ class _Export:
     """Pairs of torchmm and Hugging Face prefixes, by module."""
     generation_source: str | None = None
     """Source whose generation settings are copied, if the LLM has one."""
+    generation_config: GenerationConfig | None = None
+    """Generation settings, written even if `save_pretrained` rejects flags without effect."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -348,24 +350,49 @@ def _set_end_tokens(
     if not isinstance(hf, PreTrainedModel) or not hf.can_generate():
         return
     end_tokens = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
+    settings: Any
     known: Any = None
     if export.generation_source is None:
-        hf.generation_config = GenerationConfig.from_model_config(hf.config)
+        settings = GenerationConfig.from_model_config(hf.config)
         if end_tokens:
             hf.config = copy.deepcopy(hf.config)  # the model in training has the same object
             hf.config.get_text_config().eos_token_id = end_tokens[0]
     else:
-        # Without a valid generation config in the source, the model config provides the settings.
-        with suppress(OSError, ValueError):
-            name, revision = split_revision(export.generation_source)
-            generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
-            generation_config.validate(strict=True)
-            hf.generation_config = generation_config
-        known = hf.generation_config.eos_token_id
+        settings = _read_generation_config(export.generation_source) or hf.generation_config
+        known = settings.eos_token_id
     known = known if isinstance(known, list) else [] if known is None else [known]
     tokens = list(dict.fromkeys([*known, *end_tokens]))
     if tokens:
-        hf.generation_config.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
+        settings.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
+    export.generation_config = settings
+
+
+def _read_generation_config(source: str) -> GenerationConfig | None:
+    """Return the generation settings of a source, or None if it has no valid ones."""
+    name, revision = split_revision(source)
+    directory = Path(name)
+    if directory.is_dir() and not (directory / GENERATION_CONFIG_NAME).is_file():
+        return None
+    try:
+        settings = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        _logger.warning(
+            "export without %s of %s, because it cannot be read: %s",
+            GENERATION_CONFIG_NAME,
+            source,
+            describe_load_error(error),
+        )
+        return None
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        _logger.warning(
+            "%s of %s is exported with settings that transformers reports as conflicts: %s",
+            GENERATION_CONFIG_NAME,
+            source,
+            describe_load_error(error),
+        )
+    return settings
 
 
 def _save(
@@ -397,6 +424,9 @@ def _save(
         del named, tensors
         export.hf.to("meta")
     export.hf.save_pretrained(export.directory, **settings)
+    if export.generation_config is not None:
+        file = export.directory / GENERATION_CONFIG_NAME
+        export.generation_config.to_json_file(file, use_diff=True)
 
 
 def _has_nested_clip_names(model: MultimodalModel, export: _Export) -> bool:

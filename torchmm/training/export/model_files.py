@@ -30,6 +30,7 @@ from torchmm.data.sources.open import contains_chats
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import TRAINED_WEIGHTS, WeightSource, export_hf
+from torchmm.models.hf.legacy_keys import OLDEST_VERSION, describe_versions
 from torchmm.models.hf.processor_classes import ProcessorFiles
 from torchmm.models.hf.processors import choose_processor, processor_tokens
 from torchmm.models.multimodal import MultimodalModel
@@ -229,11 +230,12 @@ def model_card(
     lines += ["", "## Use", ""]
     prompt = next((source.prompt for source in sources if source.prompt), "")
     lines += _usage_section(model, directory, tokenizer, prompt, chats)
+    versions = f"Use transformers {OLDEST_VERSION} or later."
+    if not (directory / COMPONENTS_FILE).exists():
+        versions = describe_versions(directory)
     lines += [
         "",
-        f"Written with transformers {transformers.__version__}. Use transformers 5.0 or "
-        "later. Older versions are not supported, because some model types compute different "
-        "values.",
+        f"Written with transformers {transformers.__version__}. {versions}",
         "",
     ]
     return "\n".join(lines)
