@@ -259,6 +259,7 @@ class MultimodalModel(nn.Module):
             sound_prefix=_resolve_markers(self.text.sound_prefix, vocabulary),
             sound_suffix=_resolve_markers(self.text.sound_suffix, vocabulary),
             around_sounds=self.text.around_sounds,
+            boxes=self.text.boxes,
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:

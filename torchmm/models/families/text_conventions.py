@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchmm.common.batch import ClipText
+from torchmm.common.batch import BoxFormat, ClipText
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,5 @@ class TextConventions:
     around_sounds: tuple[str, str] = ("", "")
     """Text before and after each audio with its markers in chats. "{}" is replaced by the index of
     the audio in the chat, starting at 1."""
+    boxes: BoxFormat | None = None
+    """Format of boxes and points. None means that it is unknown."""
