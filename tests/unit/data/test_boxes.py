@@ -1,7 +1,7 @@
 """Boxes and points: the text of each family, scaled to the encoder input, and rejected records.
 
 The records and texts named DOCUMENTED are from the documentation of ms-swift, which shows both of
-them for Qwen2-VL. The other expected texts are computed by hand.
+them for Qwen2-VL. The other expected texts are computed manually.
 """
 
 import functools
