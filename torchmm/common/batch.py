@@ -589,6 +589,28 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
+class BoxFormat:
+    """Format of boxes and points in the text of a model."""
+
+    coordinates: Literal["norm1000", "pixels"] = "norm1000"
+    """Range of coordinates: 0 to 1000 for each side, or pixels of the resized image."""
+    name_text: str = "{}"
+    """Text of the name of an object. "{}" is replaced by the name."""
+    box_text: str = "{}"
+    """Text of a box. "{}" is replaced by the coordinates."""
+    has_pairs: bool = False
+    """Whether coordinates are written as "(x1,y1),(x2,y2)" instead of "[x1, y1, x2, y2]"."""
+    tokens: tuple[str, ...] = ()
+    """Special tokens for boxes, which may occur in data."""
+
+    def write(self, box: list[int]) -> str:
+        """Return the text of a box or point."""
+        pairs = zip(box[::2], box[1::2], strict=True)
+        text = ",".join(f"({x},{y})" for x, y in pairs) if self.has_pairs else str(box)
+        return self.box_text.format(text)
+
+
+@dataclass(frozen=True)
 class TextSpec:
     """Requirements of the LLM for its text.
 
@@ -622,3 +644,5 @@ class TextSpec:
     """See `TextConventions`."""
     audio_chunk_tokens: int | None = None
     """See `TextConventions`."""
+    boxes: BoxFormat | None = None
+    """Format of boxes. None: records with boxes are rejected."""

@@ -47,6 +47,7 @@ SAMPLE_KEYS = (
     "max_samples",
     "train_on",
     "train_template_prefix",
+    "box_format",
 )
 """Keys of a source that may change its samples, and therefore their digest."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
@@ -131,6 +132,9 @@ def run_settings(
     data: DataConfig, length: int, reader: SampleReader, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the settings that may change samples, and therefore their digest."""
+    text = dataclasses.asdict(reader.text_spec)
+    if reader.text_spec.boxes is None or not reader.text_spec.boxes.tokens:
+        del text["boxes"]  # changes only records that earlier versions rejected
     return {
         "training.sequence_length": length,
         "data.max_images_per_sample": data.max_images_per_sample,
@@ -141,7 +145,7 @@ def run_settings(
         **{f"data.video.{key}": value for key, value in data.video.model_dump().items()},
         "tokenizer": _digest(tokenizer.backend_tokenizer.to_str()),
         "chat template": _digest(tokenizer.chat_template),
-        "special tokens": _digest(dataclasses.asdict(reader.text_spec)),
+        "special tokens": _digest(text),
         "transformers": transformers.__version__,
     }
 

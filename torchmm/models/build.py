@@ -25,6 +25,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
+from torchmm.common.batch import BoxFormat
 from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import NOT_INSTALLED, find_entry, require_entry
 from torchmm.common.tiles import TileSpec
@@ -256,7 +257,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     if problems:
         raise ConfigError(problems)
     assert llm is not None
-    text = TextConventions(config.image_token)
+    text = TextConventions(config.image_token, boxes=BoxFormat())
     return MultimodalModel(llm, encoders, text, generator=generator)
 
 

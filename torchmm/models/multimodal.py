@@ -260,6 +260,7 @@ class MultimodalModel(nn.Module):
             sound_suffix=_resolve_markers(self.text.sound_suffix, vocabulary),
             around_sounds=self.text.around_sounds,
             audio_chunk_tokens=self.text.audio_chunk_tokens,
+            boxes=self.text.boxes,
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:

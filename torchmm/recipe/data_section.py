@@ -179,6 +179,11 @@ class SourceConfig(Section):
     train_template_prefix: bool = False
     """Whether the loss includes text that the chat template writes at the start of an answer, such
     as an empty `<think></think>`. Models that are used with the same template never generate it."""
+    box_format: Literal["pixels", "norm1", "norm1000"] | None = None
+    """Coordinates of boxes and points in the text of records: pixels of the image, 0 to 1, or 0 to
+    1000. torchmm converts them to the coordinates of the model, in `"bbox_2d": [...]`,
+    `"point_2d": [...]` and `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`. If None, text is unchanged.
+    The column `objects` does not require it."""
     metrics: list[Score] = Field(default=[])
     """Metrics of the text that the model generates for `validation.num_samples` held-out samples.
     Only for [[data.validation]]. See docs/guides/evaluation.md."""

@@ -132,7 +132,9 @@ def check_chat_columns(columns: Mapping[str, Any], messages: Sequence[Any] = ())
         )
 
 
-def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None:
+def check_placeholders(
+    columns: Mapping[str, Any], texts: Iterable[str], filled: Sequence[str] = ()
+) -> None:
     """Raise CorruptSampleError if a text has a placeholder that was not replaced by a file.
 
     A placeholder in a record without the column is ordinary text.
@@ -140,6 +142,7 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
     Args:
         columns: columns of the record.
         texts: texts that become tokens, without the placeholders of files.
+        filled: Placeholders that are replaced later.
     """
     for name, value in columns.items():
         is_file = not isinstance(value, int | float) and not is_missing_file(value)
@@ -158,7 +161,7 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
         mark: name
         for mark, names in {**_PLACEHOLDER_COLUMNS, **empty}.items()
         for name in names
-        if name in present
+        if name in present and mark not in filled
     }
     for text in texts if unfilled else ():
         for mark, name in unfilled.items():

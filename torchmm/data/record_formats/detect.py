@@ -7,7 +7,7 @@ context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ from torchmm.data.record_formats.sharegpt import read_conversations
 
 ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
 """See `torchmm.data.media.chat.ChatTemplate`."""
+BoxWriter = Callable[[Sample | Conversation, Record], tuple[Sample | Conversation, Sequence[str]]]
+"""See `torchmm.data.grounding.boxes.write_boxes`."""
 
 
 class RecordFormat(NamedTuple):
@@ -99,12 +101,15 @@ _RATED_COLUMNS = ("completion", "messages", *CONVERSATIONS, "response", "output"
 """Columns with the response that `label` rates in the KTO formats of TRL and ms-swift."""
 
 
-def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
+def parse_record(
+    record: Record, render_chat: ChatRenderer, write_boxes: BoxWriter | None = None
+) -> Sample:
     """Return the sample of a record in any format.
 
     Args:
         record: The record.
         render_chat: Function that applies the chat template.
+        write_boxes: Function that writes the boxes of the column `objects` into the text.
 
     Raises:
         CorruptSampleError: No format matches the record, or a value is malformed.
@@ -138,11 +143,16 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     content = detect_format(record).read(record)
     if isinstance(content, Conversation):
         parts = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
-        check_placeholders(columns, [part for part in parts if isinstance(part, str)])
-        content = render_chat(content, record.options)
+        texts = [part for part in parts if isinstance(part, str)]
     else:
-        texts = [segment for segment in content.segments if isinstance(segment, TextSegment)]
-        check_placeholders(columns, [segment.text for segment in texts])
+        texts = [segment.text for segment in content.segments if isinstance(segment, TextSegment)]
+    # Texts before filling, because the boxes of some models look like placeholders.
+    filled: Sequence[str] = ()
+    if write_boxes is not None:
+        content, filled = write_boxes(content, record)
+    check_placeholders(columns, texts, filled)
+    if isinstance(content, Conversation):
+        content = render_chat(content, record.options)
     return replace(content, segments=(*content.segments, *generated))
 
 

@@ -32,6 +32,8 @@ class SampleOptions:
     """Messages of a chat that are included in the loss, see `SourceConfig.train_on`."""
     train_template_prefix: bool = False
     """See `SourceConfig.train_template_prefix`."""
+    box_format: str | None = None
+    """See `SourceConfig.box_format`."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> SampleOptions:
@@ -41,6 +43,7 @@ class SampleOptions:
             config.target_image_column,
             config.train_on,
             config.train_template_prefix,
+            config.box_format,
         )
 
 

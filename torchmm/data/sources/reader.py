@@ -2,15 +2,17 @@
 
 Both use `SampleReader.read`, so the lengths of a plan match the tensors of a batch. Pixels are
 decoded separately (`SampleReader.pixels`). If the sizes of images and audio are known from the
-index, their files are not opened before they are decoded. Tiled images and videos are always
-opened, because their text depends on the file.
+index, their files are not opened before they are decoded. Tiled images, videos and images with
+boxes are always opened, because their text depends on the file.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, record_errors_at
+from torchmm.data.grounding.boxes import ImageSize, split_at_tokens, write_boxes
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import LimitedTemplate
-from torchmm.data.media.images import resolution_settings, unsupported_options
+from torchmm.data.media.images import read_size, resolution_settings, unsupported_options
 from torchmm.data.media.preprocessors import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import (
     AudioVideoSegment,
@@ -169,6 +172,9 @@ class SampleReader:
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._oversized_meta = ImageMeta(0, 0, 0, sequence_length + 1)
         """Size of images that did not fit into a sample, whose sizes are not in the index."""
+        tokens = text_spec.boxes.tokens if text_spec.boxes else ()
+        known = [re.escape(token) for token in tokens if token in vocabulary]
+        self._box_tokens = re.compile(f"({'|'.join(known)})") if known else None
         self._chat = LimitedTemplate(ChatTemplate(tokenizer, text_spec.around_sounds))
 
     def read(
@@ -196,9 +202,13 @@ class SampleReader:
         self, record: Record, index_meta: SampleMeta | None, read_counter: ReadCounter
     ) -> MeasuredSample:
         dropped: Counter[str] = Counter()
-        sample, dropped[EXTRA_IMAGES] = limit_images(
-            parse_record(record, self._chat), self._max_images
+        boxes = partial(
+            write_boxes,
+            form=self.text_spec.boxes,
+            read_size=partial(self._image_size, read_counter=read_counter),
         )
+        sample = split_at_tokens(parse_record(record, self._chat, boxes), self._box_tokens)
+        sample, dropped[EXTRA_IMAGES] = limit_images(sample, self._max_images)
         if not self.encoders:
             dropped[UNREAD_FILES] = sum(isinstance(s, FileSegment) for s in sample.segments)
         sample = assign_encoders(sample, self._readers)
@@ -219,6 +229,18 @@ class SampleReader:
         return MeasuredSample(
             text, metas[:kept], files[:kept], generated, generated_files, dict(+dropped)
         )
+
+    def _image_size(self, segment: FileSegment, read_counter: ReadCounter) -> ImageSize:
+        """Return the size of an image before and after resizing for the first vision encoder."""
+        size = read_size(read_counter.read(segment, self._max_bytes), self.max_pixels)
+        media = (self.media[name] for name in self._readers["image"])
+        medium = next((medium for medium in media if isinstance(medium, ImageMedia)), None)
+        if medium is None:
+            return ImageSize(size, size)
+        meta = medium.preprocessor.meta(*size, options=segment.options)
+        grid = medium.preprocessor.grid_of(meta)
+        patch_px = medium.spec.patch_size_px
+        return ImageSize(size, (grid.columns * patch_px, grid.rows * patch_px))
 
     def _no_targets_error(
         self, text: EncodedSample, files: Sequence[EncodedFile], dropped_images: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchmm.common.batch import ClipText
+from torchmm.common.batch import BoxFormat, ClipText
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,5 @@ class TextConventions:
     audio_chunk_tokens: int | None = None
     """Time positions of the chunks in which a video and its audio alternate. 0 merges them by time.
     None means that the model does not read the audio of videos."""
+    boxes: BoxFormat | None = None
+    """Format of boxes and points. None means that it is unknown."""

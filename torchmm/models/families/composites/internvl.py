@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchmm.common.batch import BoxFormat
 from torchmm.models.families.composites.components import (
     LLAVA_LLM,
     ModelComponents,
@@ -28,6 +29,11 @@ INTERN_VISION = WeightFiles(
         ("connector.mlp.", "model.multi_modal_projector."),
     ),
 )
+_BOXES = BoxFormat(
+    name_text="<ref>{}</ref>",
+    box_text="<box>[{}]</box>",
+    tokens=("<ref>", "</ref>", "<box>", "</box>"),
+)
 
 
 def internvl_components(config: Any) -> ModelComponents:
@@ -50,7 +56,12 @@ def internvl_components(config: Any) -> ModelComponents:
     return single_encoder_components(
         config,
         text_config(config),
-        TextConventions(config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)),
+        TextConventions(
+            config.image_token_id,
+            prefix=(Token("<img>"),),
+            suffix=(Token("</img>"),),
+            boxes=_BOXES,
+        ),
         {
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "final_norm": layer == -1,

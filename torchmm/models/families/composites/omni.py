@@ -26,7 +26,11 @@ from torchmm.models.families.composites.components import (
     raise_problems,
 )
 from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, deepstack_problems
-from torchmm.models.families.composites.qwen_vl import build_without_encoders, output_size_problems
+from torchmm.models.families.composites.qwen_vl import (
+    build_without_encoders,
+    output_size_problems,
+    qwen_boxes,
+)
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.registry import LLM_FAMILIES
@@ -182,6 +186,7 @@ def _text(config: Any, begin: str, end_token: str) -> TextConventions:
         sound_token_id=config.audio_token_id,
         sound_prefix=(_token_or_id(config, "audio_start", begin.format("audio")),),
         sound_suffix=(_token_or_id(config, "audio_end", end_token.format("audio")),),
+        boxes=qwen_boxes(config.model_type),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from torchmm.common.batch import BoxFormat
 from torchmm.models.families.composites.components import (
     ModelComponents,
     raise_problems,
@@ -37,6 +38,19 @@ QWEN_VISION = WeightFiles(
         ("tower.", "model.visual."),
     ),
 )
+
+_BOX_TOKENS = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>")
+_BOXES = {
+    "qwen2_vl": BoxFormat(
+        name_text="<|object_ref_start|>{}<|object_ref_end|>",
+        box_text="<|box_start|>{}<|box_end|>",
+        has_pairs=True,
+        tokens=_BOX_TOKENS,
+    ),
+    "qwen2_5": BoxFormat("pixels", tokens=_BOX_TOKENS),
+    "qwen3": BoxFormat(tokens=_BOX_TOKENS),
+}
+"""Format of boxes by start of the model type."""
 
 
 def build_without_encoders(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -78,7 +92,13 @@ def qwen_text(config: Any) -> TextConventions:
         mrope=True,
         video_token_id=config.video_token_id,
         tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+        boxes=qwen_boxes(config.model_type),
     )
+
+
+def qwen_boxes(model_type: str) -> BoxFormat:
+    """Return the format of boxes that a Qwen model was trained on."""
+    return next(form for start, form in _BOXES.items() if model_type.startswith(start))
 
 
 def qwen_vl_components(config: Any) -> ModelComponents:

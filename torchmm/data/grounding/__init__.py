@@ -1,0 +1,1 @@
+"""Boxes and points in the text of samples."""
