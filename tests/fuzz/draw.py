@@ -26,6 +26,8 @@ ADAPTED = 0.25
 """Fraction of recipes with adapters."""
 AVERAGED = 0.25
 """Fraction of recipes with weight averages."""
+REGULARIZED = 0.25
+"""Fraction of recipes with label smoothing or z-loss."""
 COUNTED = 0.15
 """Fraction of recipes that set `training.epochs`."""
 
@@ -105,6 +107,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     _compile(Random(f"{seed}-{index}-compile"), sections, layers)
     if (averages := Random(f"{seed}-{index}-averages")).random() < AVERAGED:
         sections["training"]["ema_decay"] = averages.choice((0.5, 0.9))
+    _loss_terms(Random(f"{seed}-{index}-loss"), sections)
     if Random(f"{seed}-{index}-epochs").random() < COUNTED:
         sections["training"]["epochs"] = 1.0  # `fuzz.server` sets the passes of its steps
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
@@ -122,6 +125,14 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     if Random(f"{seed}-{index}-packing").random() < 0.3:
         sections["data"] = {"packing": "balanced"}
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
+
+
+def _loss_terms(rng: Random, sections: Table) -> None:
+    """Draw label smoothing, z-loss, or both, with coefficients that change the gradients."""
+    if rng.random() < REGULARIZED:
+        names = rng.choice((("label_smoothing",), ("z_loss",), ("label_smoothing", "z_loss")))
+        values = {"label_smoothing": rng.choice((0.1, 0.3)), "z_loss": 1e-2}
+        sections["training"] |= {name: values[name] for name in names}
 
 
 def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:

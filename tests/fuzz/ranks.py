@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fuzz import reference
+from fuzz.losses import TextLoss
 from torchmm.data.build import build_loader
 from torchmm.extensions.low_precision.float8 import find_float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
@@ -125,6 +126,7 @@ def run_reference(
     trained = reference.train(
         section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded,
         recipe.training.ema_decay, buffers,
+        TextLoss(recipe.training.label_smoothing, recipe.training.z_loss),
     )  # fmt: skip
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, output)
 

@@ -42,6 +42,7 @@ from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_expe
 from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.layers.loss import (
     MIN_CHUNKED_VOCABULARY,
+    NO_TERMS,
     ChunkHead,
     RowLosses,
     chunk_rows,
@@ -131,6 +132,9 @@ class LlmModule(LayeredModule):
         self.balance = balance_routers(all_layers, self.text_config)
         self.expert_loads = ExpertLoads(all_layers)
         self.source_losses = SourceLosses()
+        self.loss_terms = NO_TERMS
+        self._view_of: tuple[LlmModule, ...] = ()
+        """Module with the loss settings, if this module is one of its stages. Not registered."""
         self._experts = [has_experts(layer) for layer in all_layers]
         self._windows = [
             _sliding_window(i, layer, self.text_config) for i, layer in enumerate(all_layers)
@@ -186,6 +190,12 @@ class LlmModule(LayeredModule):
         )
         module.sharded_loss_chunk_targets = self.sharded_loss_chunk_targets
         return module
+
+    def stage_view(self, stage: StageRange) -> LayeredModule:
+        view = super().stage_view(stage)
+        assert isinstance(view, LlmModule)
+        view._view_of = (self,)
+        return view
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
@@ -293,22 +303,26 @@ class LlmModule(LayeredModule):
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        sources_T = microbatch.sources_T if self.source_losses else None
+        settings = self._view_of[0] if self._view_of else self
+        source_losses, terms = settings.source_losses, settings.loss_terms
+        sources_T = microbatch.sources_T if source_losses else None
         losses: RowLosses | None = None if sources_T is None else []
         rows = self.loss_chunk_targets
         if isinstance(self.head.weight, DTensor):
             rows = rows or self.sharded_loss_chunk_targets
         if not rows:
             logits_LV = self._logits(microbatch, inputs, positions_L)
-            loss = summed_cross_entropy(logits_LV, targets_L, losses)
+            loss = summed_cross_entropy(logits_LV, targets_L, losses, terms)
         else:
             output, _ = self._run_layers(microbatch, inputs)
             rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
             head = ChunkHead(self.head, rows)
             with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
-                loss = cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L, losses)
+                loss = cross_entropy_in_chunks(
+                    head, compute_logits, rows_LD, targets_L, losses, terms
+                )
         if losses and sources_T is not None:
-            self.source_losses.add(torch.cat(losses), sources_T[positions_L])
+            source_losses.add(torch.cat(losses), sources_T[positions_L])
         return loss
 
     @contextmanager

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, PreemptedError
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
+from torchmm.models.layers.loss import LossTerms
 from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.compilation import log_compiled_graphs
 from torchmm.parallel.health.peers import HealthMonitor
@@ -59,7 +60,9 @@ class Trainer:
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
-        components.model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
+        llm = components.model.llm
+        llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
+        llm.loss_terms = LossTerms(recipe.training.label_smoothing, recipe.training.z_loss)
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
         self.updates = OptimizerUpdate(
             components.model,
