@@ -165,7 +165,19 @@ def check_validation(recipe: Recipe) -> Problems:
         if is_used and find_entry("hooks", "generated_samples") is None:
             text = 'the extension "evaluation" is not installed; set it to 0'
             yield Problem(f"validation.{key}", count, text)
+    if validation.early_stopping_patience:
+        yield from _check_early_stopping(recipe)
     yield from _check_best(recipe)
+
+
+def _check_early_stopping(recipe: Recipe) -> Problems:
+    key, patience = "validation.early_stopping_patience", recipe.validation.early_stopping_patience
+    if not recipe.validation.interval:
+        text = "requires validation; set validation.interval"
+        yield Problem(key, patience, text, ("validation.interval",))
+    elif not recipe.data.validation:
+        text = "requires validation data; add a [[data.validation]] table"
+        yield Problem(key, patience, text, ("data.validation",))
 
 
 def _check_best(recipe: Recipe) -> Problems:

@@ -225,6 +225,13 @@ class ValidationConfig(Section):
     ema: bool = False
     """Whether to validate the averaged weights (`training.ema_decay`). `hf-best/` then also has
     these weights."""
+    early_stopping_patience: int = Field(default=0, ge=0)
+    """Number of consecutive validations without improvement after which the run is complete. The
+    metric is that of `checkpoint.keep_best`, or else "validation_loss". 0 disables early
+    stopping."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """Amount by which the metric must be better than all earlier values to count as an
+    improvement."""
     batches: int = Field(default=4, ge=1)
     """Number of held-out global batches per validation. They are the same each time."""
     num_samples: int = Field(default=0, ge=0)
