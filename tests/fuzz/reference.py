@@ -327,6 +327,7 @@ def train(
     ema_decay: float | None = None,
     buffers: Mapping[str, Tensor] = MappingProxyType({}),
     text_loss: TextLoss | None = None,
+    token_rows: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[Step]:
     """Train a step for every batch.
 
@@ -343,15 +344,16 @@ def train(
         ema_decay: Decay of weight averages, if enabled.
         buffers: Buffers by name. Hugging Face has some of them as frozen parameters.
         text_loss: Text loss. Defaults to the cross entropy.
+        token_rows: Trained rows by name, of weights whose other rows are frozen.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
     ).train()
+    reference.text_loss = text_loss or TextLoss()
     parameters = reference.named()
     _round(reference, parameters, rounded)
     parameters |= _add_adapters(reference, parameters, initial, adapters)
     with torch.no_grad():
-    reference.text_loss = text_loss or TextLoss()
         for name, value in initial.items():
             parameters[name].copy_(value)
         for name in buffers.keys() & parameters.keys():
@@ -361,9 +363,10 @@ def train(
         for name, parameter in parameters.items()
         if name in initial
         and parameter.requires_grad
-        and (".lora." in name or module_of(name) not in frozen)
+        and (".lora." in name or name in token_rows or module_of(name) not in frozen)
     }
     embeddings = {id(m.weight) for m in reference.modules() if isinstance(m, nn.Embedding)}
+    embeddings |= {id(trained[name]) for name in token_rows}
     decays = {n: p.ndim > 1 and id(p) not in embeddings for n, p in trained.items()}
     dtype = next(iter(initial.values())).dtype
     updates = Updates(trained, decays, optimizer, dtype, matrices)
@@ -374,6 +377,10 @@ def train(
         for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for name, rows in token_rows.items():
+            gradient = torch.zeros_like(trained[name])
+            gradient[list(rows)] = trained[name].grad[list(rows)]
+            trained[name].grad = gradient
         norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
         factor = min(1.0, optimizer["max_grad_norm"] / (norm.item() + 1e-6))
         for parameter in trained.values():

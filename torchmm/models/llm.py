@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,7 +36,7 @@ from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.matmul_shapes import find_attention, layer_matmul_sizes
 from torchmm.models.hf.config import layer_config
 from torchmm.models.hf.float32 import float32_names, keep_in_float32
-from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
+from torchmm.models.layered import LayeredModule, NewRows, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import AddFeatures, deepstack_features
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
@@ -52,6 +53,7 @@ from torchmm.models.layers.loss import (
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
 from torchmm.models.layers.sequence_exchange import SequenceRanks
 from torchmm.models.source_losses import SourceLosses
+from torchmm.recipe.model_section import NewTokens
 
 StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""
@@ -73,6 +75,7 @@ class LlmModule(LayeredModule):
             are then never stored at once.
 
     Attributes:
+        trained_token_ids: Tokens whose rows are trained, although the other rows are frozen.
         sequence_ranks: Context-parallel ranks that share each packed sequence with this rank. The
             microbatches are then slices (`torchmm.common.sequence_slices`). None without them.
 
@@ -133,6 +136,7 @@ class LlmModule(LayeredModule):
         self.expert_loads = ExpertLoads(all_layers)
         self.source_losses = SourceLosses()
         self.loss_terms = NO_TERMS
+        self.trained_token_ids: tuple[int, ...] = ()
         self._view_of: tuple[LlmModule, ...] = ()
         """Module with the loss settings, if this module is one of its stages. Not registered."""
         self._experts = [has_experts(layer) for layer in all_layers]
@@ -195,7 +199,47 @@ class LlmModule(LayeredModule):
         view = super().stage_view(stage)
         assert isinstance(view, LlmModule)
         view._view_of = (self,)
+        view.trained_token_ids = self.trained_token_ids
         return view
+
+    def add_tokens(self, tokens: NewTokens | None, stored: int) -> None:
+        """Set the initial rows of new tokens in the embedding and the head.
+
+        Args:
+            tokens: Ids of the tokens, or None without new tokens.
+            stored: Number of rows in the weight files.
+
+        Raises:
+            ConfigError: Other parameters depend on the size of the vocabulary.
+        """
+        if tokens is None:
+            return
+        names = (*self._tie.values(), *self._tie)
+        size = self.text_config.vocab_size
+        others = [
+            name
+            for name, parameter in self.named_parameters()
+            if parameter.shape[0] == size != stored and name not in names
+            if not name.startswith(f"{self.layers_fqn}.")
+        ]
+        if others or not self._has_linear_head:
+            raise ConfigError(
+                f"model.new_tokens: {self.text_config.model_type!r} is not supported, because "
+                f"{others[0] if others else 'its head'} is not a matrix without bias that has one "
+                "row per token; use tokens of the tokenizer"
+            )
+        new_rows = NewRows(names, stored, tokens.known, tokens.added)
+        self.weights = replace(self.weights, new_rows=new_rows)
+
+    def train_token_rows(self, token_ids: Sequence[int]) -> None:
+        """Train only these rows of the embedding and the head, whose other rows are frozen."""
+        self.trained_token_ids = tuple(token_ids)
+        for name in self.token_weights:
+            self.get_parameter(name).requires_grad_(True)
+
+    @property
+    def token_weights(self) -> tuple[str, ...]:
+        return (*self._tie.values(), *self._tie) if self.trained_token_ids else ()
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}

@@ -77,6 +77,9 @@ def _rank_state_bytes(
         adapter_parameters = sum(count for layer, count in counted_layers if layer.adapters)
         module_parameters = parameters - sum(module.autoencoder_parameters) // module_sizes.pipeline
         trained = module_parameters * module.trainable + adapter_parameters
+        if module.token_rows_trainable:
+            rows = module.embedding_parameters + module.head_parameters * (not module.tied)
+            trained += rows // (tensor * module_sizes.pipeline)
         state = StageParameters(parameters, trained, min(trained, sum(layer_parameters)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         compute_bytes = 2 if training.dtype == "bfloat16" else 4

@@ -43,6 +43,9 @@ def check_model(recipe: Recipe) -> Problems:
             "directory or a Hub id"
         )
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
+    for token in sorted({t for t in model.new_tokens if model.new_tokens.count(t) > 1 or not t}):
+        text = f"has {token!r} more than once" if token else "has an empty token"
+        yield Problem("model.new_tokens", NO_VALUE, f"{text}; list each token once")
     pinned = model.tokenizer_revision
     yield from check_revision(
         "model.tokenizer_revision", pinned, "model.tokenizer", model.tokenizer

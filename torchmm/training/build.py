@@ -32,7 +32,7 @@ from torchmm.training.components import RunComponents
 from torchmm.training.console import print_summary
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
 from torchmm.training.model_build import ModelStages, materialize_stages
-from torchmm.training.optim import build_optimizer, describe_schedule_change
+from torchmm.training.optim import build_optimizer, describe_schedule_change, frozen_token_rows
 from torchmm.training.optimizers.weight_average import WeightAverage
 from torchmm.training.planners.registry import build_planner
 from torchmm.training.rank_setup import check_choices_agree, prepare_ranks, seed_rank
@@ -89,7 +89,7 @@ def build_run(
         model,
         module_of,
         recipe.optimizer,
-        model.tied_replica_parameters(),
+        model.tied_replica_parameters() | {p for p, _ in frozen_token_rows(model)},
         model.layer_matrices(),
         DTYPES[recipe.training.dtype],
     )
