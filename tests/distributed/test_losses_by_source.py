@@ -34,6 +34,7 @@ def changes(tmp_path_factory, real_data):
         "data__sources": sources("train"),
         "data__validation": sources("validation"),
         LLM.strip("-").replace(".", "__") + "num_hidden_layers": 4,
+        LLM.strip("-").replace(".", "__") + "tie_word_embeddings": "false",
         "training__steps": 2,
         "training__global_batch_size": 4,
         "validation__interval": 2,

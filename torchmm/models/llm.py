@@ -348,7 +348,8 @@ class LlmModule(LayeredModule):
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
         settings = self._view_of[0] if self._view_of else self
-        source_losses, terms = settings.source_losses, settings.loss_terms
+        source_losses = settings.source_losses
+        terms = settings.loss_terms
         sources_T = microbatch.sources_T if source_losses else None
         losses: RowLosses | None = None if sources_T is None else []
         rows = self.loss_chunk_targets

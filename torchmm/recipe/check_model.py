@@ -174,7 +174,8 @@ def check_validation(recipe: Recipe) -> Problems:
 
 
 def _check_early_stopping(recipe: Recipe) -> Problems:
-    key, patience = "validation.early_stopping_patience", recipe.validation.early_stopping_patience
+    key = "validation.early_stopping_patience"
+    patience = recipe.validation.early_stopping_patience
     if not recipe.validation.interval:
         text = "requires validation; set validation.interval"
         yield Problem(key, patience, text, ("validation.interval",))

@@ -167,7 +167,8 @@ def check_losses(
         raise NonFiniteError(f"{error}. Where: {location}") from None
     loss, _, text, image, *sums = (sum(column) for column in zip(*rows, strict=True))
     llm = model.llm
-    by_source, terms = sums[: 2 * len(llm.source_losses.names)], sums[-3:]
+    by_source = sums[: 2 * len(llm.source_losses.names)]
+    terms = sums[len(by_source) :]
     return {
         "loss": loss,
         "loss_text": text,

@@ -411,9 +411,10 @@ class _RegularizedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits_LV, targets_L, max_L, weight_L)
         ctx.shares = 1 - terms.label_smoothing, terms.label_smoothing / vocabulary
         ctx.is_fused = is_fused
-        results = loss_L, target_L - total_L / vocabulary, logsumexp_L.square()
-        ctx.mark_non_differentiable(*results)
-        return loss_L.sum(), *results
+        smoothing_L = target_L - total_L / vocabulary
+        squares_L = logsumexp_L.square()
+        ctx.mark_non_differentiable(loss_L, smoothing_L, squares_L)
+        return loss_L.sum(), loss_L, smoothing_L, squares_L
 
     @staticmethod
     @once_differentiable
@@ -473,7 +474,8 @@ def _regularized_cross_entropy(
     logits_LV: Tensor, targets_L: Tensor, terms: LossTerms
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy with the gradient of all terms, and those of the rows."""
-    mesh, vocabulary = None, logits_LV.shape[1]
+    mesh = None
+    vocabulary = logits_LV.shape[1]
     is_fused = _is_fused(logits_LV)
     if isinstance(logits_LV, DTensor):
         mesh = logits_LV.device_mesh

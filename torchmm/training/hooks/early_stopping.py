@@ -36,7 +36,8 @@ class EarlyStoppingHook(Hook):
         if not is_measured:
             return
         state = self.training.state.early_stopping
-        key, best = self._metric.sort_key(value), self._metric.sort_key(state.get("best", math.nan))
+        key = self._metric.sort_key(value)
+        best = self._metric.sort_key(state.get("best", math.nan))
         has_improved = math.isnan(best) or key < best - self._config.early_stopping_threshold
         state["stalled"] = 0 if has_improved else state["stalled"] + 1
         if math.isnan(best) or key < best:

@@ -46,7 +46,8 @@ class TrainState:
             return cls(0, {}, corrupt)
         saved = components.restored.state
         corrupt.add(**saved["corrupt"])
-        step, early_stopping = components.restored.step, saved.get("early_stopping", {})
+        early_stopping = saved.get("early_stopping", {})
+        step = components.restored.step
         return cls(step, saved["data"], corrupt, saved.get("best"), early_stopping)
 
     def as_json(self) -> dict[str, Any]:
