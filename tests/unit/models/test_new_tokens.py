@@ -259,6 +259,8 @@ def test_trained_rows_equal_peft(source, family):
         (expected,) = [grad for name, grad in deltas.items() if layer in name]
         assert relative_error(weight.grad[64:], expected) < 1e-5
         assert weight.grad[:64].count_nonzero() == 0
+    adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora." in n)
+    assert model.parameter_counts()["llm"][1] == adapters + 3 * 32 * len(rows)
     # Rows of other weights are frozen.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     names = {f"llm.{name}" for name in llm.token_weights}
