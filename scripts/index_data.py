@@ -43,10 +43,10 @@ def list_index_builders(config: str, overrides: list[str], workers: int) -> list
     with report_imports():
         from torchmm.data.sources.open import make_reader, open_index_builders
         from torchmm.data.tokenizer import load_tokenizer
-        from torchmm.models.build import build_model
+        from torchmm.planning.recipe_model import recipe_model
 
     data = recipe.data.model_copy(update={"workers": workers})
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     specs = model.sample_specs(load_tokenizer(recipe.model))
     indices = []
     for validation in (False, True):

@@ -3,12 +3,17 @@
 import json
 
 import pytest
-from tiny_recipe import arguments, records
+from tiny_recipe import LLM, arguments, records
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
     "replicate": {"parallel__replicate": 2},
     "pipeline": {"parallel__pipeline": 2},
+    "virtual stages": {
+        "parallel__pipeline": 2,
+        "parallel__virtual_stages": 2,
+        "parallel__schedule": "interleaved_1f1b",
+    },
     "tensor": {"parallel__tensor": 2, "parallel__shard": 1},
     "context": {"parallel__llm__context": 2},
 }
@@ -28,6 +33,8 @@ def changes(tmp_path_factory, real_data):
     return {
         "data__sources": sources("train"),
         "data__validation": sources("validation"),
+        LLM.strip("-").replace(".", "__") + "num_hidden_layers": 4,
+        LLM.strip("-").replace(".", "__") + "tie_word_embeddings": "false",
         "training__steps": 2,
         "training__global_batch_size": 4,
         "validation__interval": 2,
@@ -40,7 +47,7 @@ def train(tmp_path_factory, real_data, train_server, changes):
     """Return a function that trains in a layout and returns the records of the steps."""
 
     def run(name, ranks, **layout):
-        run_dir = tmp_path_factory.mktemp(name) / "run"
+        run_dir = tmp_path_factory.mktemp(name.replace(" ", "_")) / "run"
         command = arguments(run_dir, real_data, **changes, **layout)
         codes, output = train_server.run(command, run_dir.parent / "log", ranks)
         assert codes == [0] * ranks, output

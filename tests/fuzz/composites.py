@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AutoConfig
 
 from fuzz.data import SPECIAL, TOKEN_IDS
+from fuzz.losses import TextLoss
 
 if TYPE_CHECKING:
     from fuzz.reference import Sample
@@ -329,12 +329,12 @@ class CompositeReference(nn.Module):
             self.model.config.vision_start_token_id = TOKEN_IDS["<|vision_start|>"]
         self.names = names
         self.weights = 1.0, 0.0
+        self.text_loss = TextLoss()
 
     def losses(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over targets. The image loss is zero."""
-        logits = self.model(**self._arguments(sample)).logits[0].float()
-        text = functional.cross_entropy(logits, sample.targets, reduction="sum", ignore_index=-100)
-        return text, torch.zeros(())
+        logits = self.model(**self._arguments(sample)).logits[0]
+        return self.text_loss(logits, sample.targets), torch.zeros(())
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their names in checkpoints."""

@@ -26,6 +26,10 @@ ADAPTED = 0.25
 """Fraction of recipes with adapters."""
 AVERAGED = 0.25
 """Fraction of recipes with weight averages."""
+REGULARIZED = 0.25
+"""Fraction of recipes with label smoothing or z-loss."""
+ENLARGED = 0.15
+"""Fraction of recipes with new tokens."""
 COUNTED = 0.15
 """Fraction of recipes that set `training.epochs`."""
 
@@ -106,6 +110,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     _compile(Random(f"{seed}-{index}-compile"), sections, layers)
     if (averages := Random(f"{seed}-{index}-averages")).random() < AVERAGED:
         sections["training"]["ema_decay"] = averages.choice((0.5, 0.9))
+    _loss_terms(Random(f"{seed}-{index}-loss"), sections)
+    _new_tokens(Random(f"{seed}-{index}-tokens"), model)
     if Random(f"{seed}-{index}-epochs").random() < COUNTED:
         sections["training"]["epochs"] = 1.0  # `fuzz.server` sets the passes of its steps
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
@@ -138,6 +144,20 @@ def _quantization(rng: Random, sections: Table) -> None:
         sections["quantization"] = {"quant_type": "nf4"}
         if adapter.get("method") == "dora":
             adapter["method"] = "rslora"
+
+
+def _loss_terms(rng: Random, sections: Table) -> None:
+    """Draw label smoothing, z-loss, or both, with coefficients that change the gradients."""
+    if rng.random() < REGULARIZED:
+        names = rng.choice((("label_smoothing",), ("z_loss",), ("label_smoothing", "z_loss")))
+        values = {"label_smoothing": rng.choice((0.1, 0.3)), "z_loss": 1e-2}
+        sections["training"] |= {name: values[name] for name in names}
+
+
+def _new_tokens(rng: Random, model: Table) -> None:
+    """Draw new tokens. The data contain the word, which the tokenizer has, but no added token."""
+    if rng.random() < ENLARGED:
+        model["new_tokens"] = rng.sample(("<loc_0>", "<loc_1>", "<loc_2>", "w5"), 3)
 
 
 def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fuzz import reference
+from fuzz.losses import TextLoss
 from torchmm.data.build import build_loader
 from torchmm.extensions.low_precision.float8 import find_float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
@@ -132,6 +133,10 @@ def run_reference(
     buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     batches = reference_batches(recipe, model, tokenizer, steps)
     section = recipe.model.model_dump(exclude_none=True)
+    text_config = section["llm"]["config"] if "llm" in section else section["config"]["text_config"]
+    text_config["vocab_size"] = model.llm.text_config.vocab_size  # with new tokens
+    weights = (f"llm.{name}" for name in model.llm.token_weights)
+    token_rows = {name: model.llm.trained_token_ids for name in weights if name in initial}
     optimizer = recipe.optimizer.model_dump() | {"computed_in": recipe.training.dtype}
     frozen, names = [*recipe.freeze.modules, *recipe.adapted_modules], composite_names(model)
     layer_matrices = {id(parameter) for parameter in model.layer_matrices()}
@@ -141,6 +146,7 @@ def run_reference(
     trained = reference.train(
         section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded,
         recipe.training.ema_decay, buffers,
+        TextLoss(recipe.training.label_smoothing, recipe.training.z_loss), token_rows,
     )  # fmt: skip
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, output)
 

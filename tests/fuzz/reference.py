@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
+from fuzz.losses import TextLoss
 from torchmm.common.dtypes import DTYPES
 from torchmm.extensions.low_precision.low_precision_optimizer import LowPrecisionOptimizer
 from torchmm.recipe.training_section import OptimizerConfig
@@ -152,6 +153,7 @@ class Reference(nn.Module):
         sections = model.get("encoders", {})
         self.encoders = nn.ModuleDict({n: Encoder(s, hidden) for n, s in sections.items()})
         self.weights = 1.0, 0.0
+        self.text_loss = TextLoss()
         self.generator: Any = None
         if (section := model.get("generator")) is not None:
             self.generator = build_generator(section["config"], hidden)
@@ -167,9 +169,7 @@ class Reference(nn.Module):
             tokens = torch.cat(encoded)
             embedded = embedded.index_copy(0, token_positions, tokens)
         output = self.llm(inputs_embeds=embedded[None], use_cache=False, output_hidden_states=True)
-        text = functional.cross_entropy(
-            output.logits[0].float(), sample.targets, reduction="sum", ignore_index=-100
-        )
+        text = self.text_loss(output.logits[0], sample.targets)
         image = torch.zeros(())
         for pixels, noise, time, token_positions in sample.target_images:
             context = output.hidden_states[-1][:, token_positions]
@@ -326,6 +326,8 @@ def train(
     rounded: Mapping[str, str] = MappingProxyType({}),
     ema_decay: float | None = None,
     buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    text_loss: TextLoss | None = None,
+    token_rows: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[Step]:
     """Train a step for every batch.
 
@@ -341,10 +343,13 @@ def train(
         rounded: Scaling of float8 linear layers by weight names.
         ema_decay: Decay of weight averages, if enabled.
         buffers: Buffers by name. Hugging Face has some of them as frozen parameters.
+        text_loss: Text loss. Defaults to the cross entropy.
+        token_rows: Trained rows by name, of weights whose other rows are frozen.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
     ).train()
+    reference.text_loss = text_loss or TextLoss()
     parameters = reference.named()
     _round(reference, parameters, rounded)
     parameters |= _add_adapters(reference, parameters, initial, adapters)
@@ -358,9 +363,10 @@ def train(
         for name, parameter in parameters.items()
         if name in initial
         and parameter.requires_grad
-        and (".lora." in name or module_of(name) not in frozen)
+        and (".lora." in name or name in token_rows or module_of(name) not in frozen)
     }
     embeddings = {id(m.weight) for m in reference.modules() if isinstance(m, nn.Embedding)}
+    embeddings |= {id(trained[name]) for name in token_rows}
     decays = {n: p.ndim > 1 and id(p) not in embeddings for n, p in trained.items()}
     dtype = next(iter(initial.values())).dtype
     updates = Updates(trained, decays, optimizer, dtype, matrices)
@@ -371,6 +377,10 @@ def train(
         for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for name, rows in token_rows.items():
+            gradient = torch.zeros_like(trained[name])
+            gradient[list(rows)] = trained[name].grad[list(rows)]
+            trained[name].grad = gradient
         norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
         factor = min(1.0, optimizer["max_grad_norm"] / (norm.item() + 1e-6))
         for parameter in trained.values():

@@ -53,7 +53,8 @@ def test_draws_cover_layout_keys():
     expected |= {"data.balance", "data.packing"}
     optimizer_keys = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
     expected |= {f"optimizer.{key}" for key in optimizer_keys} | {"training.parameter_dtype"}
-    expected |= {"training.ema_decay"}
+    expected |= {"training.ema_decay", "training.label_smoothing", "training.z_loss"}
+    expected |= {"model.new_tokens"}
     expected |= {f"float8.{key}" for key in Float8Config.model_fields} | {"quantization.quant_type"}
     expected |= {f"compile.{key}" for key in CompileConfig.model_fields}
     expected |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}

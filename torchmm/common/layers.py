@@ -209,6 +209,9 @@ class ModuleDescription:
     connector_trainable: bool = True
     """Whether the connector is trainable. That of an encoder is part of `head_flops_per_unit`, that
     of a generator has `context_flops_per_unit`."""
+    token_rows_trainable: bool = False
+    """Whether rows of new tokens in embedding and head are trained, although the other parameters
+    are not `trainable` (LLMs)."""
     connector_adapters: tuple[AdapterSizes | None, ...] = ()
     """Encoders: adapter of each linear of the connector, whose other parameters are frozen. Empty
     without adapters."""

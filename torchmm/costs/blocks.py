@@ -439,9 +439,8 @@ def _embedding_blocks(module: ModuleDescription) -> list[ModuleBlock]:
         linears = [_square_linear(module.embedding_flops_per_unit)]
     if module.kind == "llm":
         hidden = module.layers[0].hidden_size
-        return [
-            EmbeddingBlock(module.trainable, parameters=module.embedding_parameters, hidden=hidden)
-        ]
+        trained = module.trainable or module.token_rows_trainable
+        return [EmbeddingBlock(trained, parameters=module.embedding_parameters, hidden=hidden)]
     per_image = module.flops_per_image
     if not linears:
         parameters = module.embedding_parameters
@@ -470,9 +469,9 @@ def _head_blocks(module: ModuleDescription) -> list[ModuleBlock]:
     if module.kind == "llm":
         norm = module.layers[-1].norm
         rows = module.loss_chunk_targets
+        trained = module.trainable or module.token_rows_trainable
         return [
-            HeadBlock(module.trainable, linear=sizes, norm=norm, chunk_targets=rows)
-            for sizes in linears
+            HeadBlock(trained, linear=sizes, norm=norm, chunk_targets=rows) for sizes in linears
         ]
     blocks: list[ModuleBlock] = []
     encoder_linears = len(linears) - module.connector_linears  # linear layers of the encoder

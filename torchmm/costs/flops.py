@@ -244,8 +244,10 @@ def module_layers(
                 embedding_cost=sum(costs[:first]),
                 head_cost=sum(costs[first + len(layer_indices) :]),
                 embedding_trainable=module.trainable
+                or module.token_rows_trainable
                 or (is_generator and module.connector_trainable),
                 head_trainable=module.trainable
+                or module.token_rows_trainable
                 or (not is_generator and module.connector_trainable),
                 tied=module.tied,
             )

@@ -617,9 +617,10 @@ def stage_parameters(
     split = 1 if draws else tensor
     given = module.autoencoder_parameters
     draws = draws and module.connector_trainable
+    tokens = module.token_rows_trainable  # of which gradients and states are complete
     counts = [
-        (before / split * first, given[0] * first, module.trainable or draws),
-        (behind / split * last, given[1] * last, module.trainable or whole),
+        (before / split * first, given[0] * first, module.trainable or draws or tokens),
+        (behind / split * last, given[1] * last, module.trainable or whole or tokens),
     ]
     equal = [(layer, len(list(group))) for layer, group in groupby(layers)]
     of_layers = sum(n * layer_parameters(layer, tensor, expert) for layer, n in equal)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_load_error
-from torchmm.recipe.model_section import ModelConfig, json_problems, split_revision
+from torchmm.recipe.model_section import ModelConfig, NewTokens, json_problems, split_revision
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,15 +29,64 @@ MAX_LENGTH_RATIO = 4096
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer`, or by default of the composite model or LLM.
 
+    It has the tokens of `model.new_tokens`.
+
     Raises:
-        ConfigError: The recipe has no tokenizer, or it cannot be loaded.
+        ConfigError: The recipe has no tokenizer, it cannot be loaded, or a new token cannot be
+            added.
     """
+    return _load(model)[0]
+
+
+def read_new_tokens(model: ModelConfig) -> NewTokens | None:
+    """Return the ids of `model.new_tokens`, or None without new tokens.
+
+    Raises:
+        ConfigError: As `load_tokenizer`.
+    """
+    return _load(model)[1] if model.new_tokens else None
+
+
+def _load(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, NewTokens]:
     source = model.tokenizer_source
     if source is None:
         raise ConfigError(
             "model.tokenizer: an inline LLM config requires a tokenizer; set model.tokenizer"
         )
-    return read_tokenizer(f"model.tokenizer = {source!r}", source)
+    tokenizer = read_tokenizer(f"model.tokenizer = {source!r}", source)
+    return tokenizer, _add_tokens(tokenizer, model)
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> NewTokens:
+    """Add `model.new_tokens` to a tokenizer in place, and return their ids.
+
+    New tokens are not special, so that they are also one id in the text of samples, and decoding
+    does not skip them. The placeholder of images is special, because text must not contain it.
+
+    Raises:
+        ConfigError: A token does not become one id.
+    """
+    before = tokenizer.get_vocab()
+    known = max(before.values(), default=-1) + 1
+    missing = [token for token in model.new_tokens if token not in before]
+    for token in missing:
+        is_special = token == model.image_token
+        added = AddedToken(token, normalized=False, special=is_special)
+        tokenizer.add_tokens([added], special_tokens=is_special)
+    vocabulary = tokenizer.get_vocab()
+    ids = tuple(vocabulary.get(token, -1) for token in model.new_tokens)
+    expected = iter(range(known, known + len(missing)))
+    problems = []
+    for token, index in zip(model.new_tokens, ids, strict=True):
+        encoded = tokenizer(token, add_special_tokens=False).input_ids
+        if encoded != [index] or (token not in before and index != next(expected)):
+            problems.append(
+                f"model.new_tokens: {token!r} has id {index} and is encoded as {encoded} by this "
+                "tokenizer; use a token without spaces that contains no other token"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return NewTokens(ids, tuple(range(known, known + len(missing))), known)
 
 
 def describe_untrained_tokens(
@@ -63,7 +112,7 @@ def describe_untrained_tokens(
         known = read_tokenizer("tokenizer of the LLM", source).get_vocab()
     except ConfigError:
         return ""  # the source has weights only
-    placeholders = {model.image_token, tokenizer.pad_token}
+    placeholders = {model.image_token, tokenizer.pad_token, *model.new_tokens}
     new = {t: i for t, i in tokenizer.get_vocab().items() if t not in known}
     names = sorted(new.keys() - placeholders, key=lambda token: new[token])
     if not names:

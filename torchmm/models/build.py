@@ -54,6 +54,7 @@ from torchmm.recipe.model_section import (
     GeneratorConfig,
     LlmConfig,
     ModelConfig,
+    NewTokens,
     split_revision,
 )
 
@@ -74,6 +75,7 @@ def build_model(
     freeze: FreezeConfig,
     dtype: torch.dtype = torch.float32,
     adapters: Mapping[str, AdapterConfig] | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> MultimodalModel:
     """Build the model of a recipe on the meta device, add adapters and freeze modules.
 
@@ -82,15 +84,17 @@ def build_model(
         freeze: `[freeze]` of the recipe.
         dtype: dtype of the parameters.
         adapters: Adapters by name.
+        new_tokens: Ids of `model.new_tokens`, or None without new tokens.
 
     Raises:
         ConfigError: The sections have problems.
     """
     with torch.device("meta"):
         if config.is_composite:
-            model = build_checked("model", config, lambda section: _build_composite(section, dtype))
+            build = partial(_build_composite, dtype=dtype, new_tokens=new_tokens)
+            model = build_checked("model", config, build)
         else:
-            model = _build_pair(config, dtype)
+            model = _build_pair(config, dtype, new_tokens)
     counts = model.parameter_counts()
     unknown = [name for name in freeze.modules if name not in counts]
     if unknown:
@@ -102,13 +106,45 @@ def build_model(
         if module_of(fqn) in freeze.modules:
             parameter.requires_grad_(False)
     add_adapters(model, adapters or {})
+    if new_tokens is not None and not model.llm.embedding.weight.requires_grad:
+        if not model.llm.adapters:
+            raise ConfigError(
+                'model.new_tokens: the LLM is frozen; add adapters, or remove "llm" from '
+                "freeze.modules, so that new tokens are trained"
+            )
+        model.llm.train_token_rows(new_tokens.ids)
     return model
 
 
-def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
+def _enlarge_vocabulary(config: Any, new_tokens: NewTokens | None) -> int:
+    """Add new tokens to the vocabulary of a config, and return the number of rows in the files.
+
+    Raises:
+        ConfigError: The embedding lacks rows of tokens that the tokenizer has.
+    """
+    text_config = config.get_text_config()
+    stored: int = text_config.vocab_size
+    if new_tokens is None:
+        return stored
+    if new_tokens.known > stored:
+        raise ConfigError(
+            f"[model] tokenizer has {new_tokens.known} tokens but the LLM has only {stored} "
+            "embeddings; use the tokenizer of the LLM, and list further tokens in model.new_tokens"
+        )
+    size = max(stored, new_tokens.known + len(new_tokens.added))
+    if config is not text_config and getattr(config, "vocab_size", None) == stored:
+        config.vocab_size = size
+    text_config.vocab_size = size
+    return stored
+
+
+def _build_composite(
+    config: ModelConfig, dtype: torch.dtype, new_tokens: NewTokens | None
+) -> MultimodalModel:
     hf_config = load_config("model", config.source_with_revision, config.config)
     # torchmm trains and exports the thinker of Omni models, without the talker (speech output).
     hf_config = getattr(hf_config, "thinker_config", hf_config)
+    stored_rows = _enlarge_vocabulary(hf_config, new_tokens)
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
         raise ConfigError(_unsupported_message("model", hf_config, COMPOSITES))
@@ -177,6 +213,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
             feeds_generator,
             bool(config.chunked_loss),
         )
+        llm.add_tokens(new_tokens, stored_rows)
     if problems:
         raise ConfigError(problems)
     for module in (llm, *encoders.values()):
@@ -228,7 +265,9 @@ def _verify_components(config: ModelConfig, hf_config: Any) -> VerifiedFamilies:
     return VerifiedFamilies(encoder_family, llm_family)
 
 
-def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
+def _build_pair(
+    config: ModelConfig, dtype: torch.dtype, new_tokens: NewTokens | None
+) -> MultimodalModel:
     if config.llm is None:
         raise ConfigError("[model] requires `llm`, or `source` or `config` of a multimodal model")
     problems: list[str] = []
@@ -242,7 +281,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
         llm = build_checked(
             "model.llm",
             config.llm,
-            lambda llm_section: _build_llm(llm_section, dtype, feeds_generator, chunked),
+            lambda section: _build_llm(section, dtype, feeds_generator, chunked, new_tokens),
         )
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
@@ -262,9 +301,14 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
 
 
 def _build_llm(
-    section: LlmConfig, dtype: torch.dtype, feeds_generator: bool, chunked_loss: bool
+    section: LlmConfig,
+    dtype: torch.dtype,
+    feeds_generator: bool,
+    chunked_loss: bool,
+    new_tokens: NewTokens | None,
 ) -> LlmModule:
     config = load_config("model.llm", section.source_with_revision, section.config)
+    stored_rows = _enlarge_vocabulary(config, new_tokens)
     files = replace(LLM_FILES, source=section.source_with_revision)
     family = LLM_FAMILIES.get(config.model_type)
     problems: list[str] = []
@@ -278,6 +322,7 @@ def _build_llm(
     assert family is not None
     files = replace(files, legacy_names=family.legacy_names, stacked_experts=family.stacked_experts)
     llm = LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
+    llm.add_tokens(new_tokens, stored_rows)
     llm.describe()
     return llm
 

@@ -85,6 +85,19 @@ def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
     return [StageRange(*bounds, i == 0, i == last) for i, bounds in enumerate(layers)]
 
 
+class NewRows(NamedTuple):
+    """Rows of new tokens in the token embedding and the LM head."""
+
+    names: tuple[str, ...]
+    """Names of the two weights in the module."""
+    stored: int
+    """Number of rows in the files."""
+    known: int
+    """Number of rows whose mean is the initial value of a new row."""
+    added: tuple[int, ...]
+    """Indices of the new rows."""
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The location of the pretrained weights of a module and the mapping of parameter names."""
@@ -111,6 +124,8 @@ class WeightFiles:
     """
     allows_other_tensors: bool = False
     """Whether the files may contain other weights, such as the text encoder of a dual model."""
+    new_rows: NewRows | None = None
+    """Rows of the token embedding and the LM head that the files lack, if any."""
 
     def hf_name(self, name: str) -> str | None:
         """Return the name of a parameter in the Hugging Face class, or None if it has none."""
@@ -376,7 +391,12 @@ class LayeredModule(nn.Module, ABC):
             embedding_flops_per_unit=_forward_flops(before) if self.is_first else 0,
             head_flops_per_unit=_forward_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
-            trainable=any(t for n, t in without_connector.items() if not is_adapter_parameter(n)),
+            trainable=any(
+                t
+                for n, t in without_connector.items()
+                if not is_adapter_parameter(n) and n not in self.token_weights
+            ),
+            token_rows_trainable=any(trainable.get(n, False) for n in self.token_weights),
             connector_trainable=of_connector,
             connector_adapters=connector_adapters,
             connector_norm=self.connector_norm,
@@ -399,6 +419,11 @@ class LayeredModule(nn.Module, ABC):
             dummy_patches=self.dummy_patches,
             is_sequence_sharded=self.is_sequence_sharded,
         )
+
+    @property
+    def token_weights(self) -> tuple[str, ...]:
+        """Names of weights of which only rows of new tokens are trained."""
+        return ()
 
     def _describe_quantized(
         self, index: int, styles: Mapping[nn.Module, str]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,13 +36,14 @@ from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.matmul_shapes import find_attention, layer_matmul_sizes
 from torchmm.models.hf.config import layer_config
 from torchmm.models.hf.float32 import float32_names, keep_in_float32
-from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
+from torchmm.models.layered import LayeredModule, NewRows, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import AddFeatures, deepstack_features
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.layers.loss import (
     MIN_CHUNKED_VOCABULARY,
+    NO_TERMS,
     ChunkHead,
     RowLosses,
     chunk_rows,
@@ -51,6 +53,7 @@ from torchmm.models.layers.loss import (
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
 from torchmm.models.layers.sequence_exchange import SequenceRanks
 from torchmm.models.source_losses import SourceLosses
+from torchmm.recipe.model_section import NewTokens
 
 StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""
@@ -72,6 +75,7 @@ class LlmModule(LayeredModule):
             are then never stored at once.
 
     Attributes:
+        trained_token_ids: Tokens whose rows are trained, although the other rows are frozen.
         sequence_ranks: Context-parallel ranks that share each packed sequence with this rank. The
             microbatches are then slices (`torchmm.common.sequence_slices`). None without them.
 
@@ -131,6 +135,10 @@ class LlmModule(LayeredModule):
         self.balance = balance_routers(all_layers, self.text_config)
         self.expert_loads = ExpertLoads(all_layers)
         self.source_losses = SourceLosses()
+        self.loss_terms = NO_TERMS
+        self.trained_token_ids: tuple[int, ...] = ()
+        self._view_of: tuple[LlmModule, ...] = ()
+        """Module with the loss settings, if this module is one of its stages. Not registered."""
         self._experts = [has_experts(layer) for layer in all_layers]
         self._windows = [
             _sliding_window(i, layer, self.text_config) for i, layer in enumerate(all_layers)
@@ -186,6 +194,52 @@ class LlmModule(LayeredModule):
         )
         module.sharded_loss_chunk_targets = self.sharded_loss_chunk_targets
         return module
+
+    def stage_view(self, stage: StageRange) -> LayeredModule:
+        view = super().stage_view(stage)
+        assert isinstance(view, LlmModule)
+        view._view_of = (self,)
+        view.trained_token_ids = self.trained_token_ids
+        return view
+
+    def add_tokens(self, tokens: NewTokens | None, stored: int) -> None:
+        """Set the initial rows of new tokens in the embedding and the head.
+
+        Args:
+            tokens: Ids of the tokens, or None without new tokens.
+            stored: Number of rows in the weight files.
+
+        Raises:
+            ConfigError: Other parameters depend on the size of the vocabulary.
+        """
+        if tokens is None:
+            return
+        names = (*self._tie.values(), *self._tie)
+        size = self.text_config.vocab_size
+        others = [
+            name
+            for name, parameter in self.named_parameters()
+            if parameter.shape[0] == size != stored and name not in names
+            if not name.startswith(f"{self.layers_fqn}.")
+        ]
+        if others or not self._has_linear_head:
+            raise ConfigError(
+                f"model.new_tokens: {self.text_config.model_type!r} is not supported, because "
+                f"{others[0] if others else 'its head'} is not a matrix without bias that has one "
+                "row per token; use tokens of the tokenizer"
+            )
+        new_rows = NewRows(names, stored, tokens.known, tokens.added)
+        self.weights = replace(self.weights, new_rows=new_rows)
+
+    def train_token_rows(self, token_ids: Sequence[int]) -> None:
+        """Train only these rows of the embedding and the head, whose other rows are frozen."""
+        self.trained_token_ids = tuple(token_ids)
+        for name in self.token_weights:
+            self.get_parameter(name).requires_grad_(True)
+
+    @property
+    def token_weights(self) -> tuple[str, ...]:
+        return (*self._tie.values(), *self._tie) if self.trained_token_ids else ()
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
@@ -293,22 +347,27 @@ class LlmModule(LayeredModule):
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        sources_T = microbatch.sources_T if self.source_losses else None
+        settings = self._view_of[0] if self._view_of else self
+        source_losses = settings.source_losses
+        terms = settings.loss_terms
+        sources_T = microbatch.sources_T if source_losses else None
         losses: RowLosses | None = None if sources_T is None else []
         rows = self.loss_chunk_targets
         if isinstance(self.head.weight, DTensor):
             rows = rows or self.sharded_loss_chunk_targets
         if not rows:
             logits_LV = self._logits(microbatch, inputs, positions_L)
-            loss = summed_cross_entropy(logits_LV, targets_L, losses)
+            loss = summed_cross_entropy(logits_LV, targets_L, losses, terms)
         else:
             output, _ = self._run_layers(microbatch, inputs)
             rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
             head = ChunkHead(self.head, rows)
             with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
-                loss = cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L, losses)
+                loss = cross_entropy_in_chunks(
+                    head, compute_logits, rows_LD, targets_L, losses, terms
+                )
         if losses and sources_T is not None:
-            self.source_losses.add(torch.cat(losses), sources_T[positions_L])
+            source_losses.add(torch.cat(losses), sources_T[positions_L])
         return loss
 
     @contextmanager

@@ -183,11 +183,14 @@ class MultimodalModel(nn.Module):
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Return {module name: (number of parameters, number of trainable parameters)}."""
         counts: dict[str, tuple[int, int]] = {}
+        token_weights = {f"llm.{name}" for name in self.llm.token_weights}
         for name, parameter in self.named_parameters():
             module = module_of(name)
             total, trainable = counts.get(module, (0, 0))
-            size = parameter.numel()
-            counts[module] = (total + size, trainable + size * parameter.requires_grad)
+            size = trained = parameter.numel()
+            if name in token_weights:
+                trained = len(self.llm.trained_token_ids) * parameter.shape[1]
+            counts[module] = (total + size, trainable + trained * parameter.requires_grad)
         return counts
 
     def sample_specs(self, tokenizer: PreTrainedTokenizerBase) -> SampleSpecs:

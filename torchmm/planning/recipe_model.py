@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.tokenizer import read_new_tokens
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.converters import find_converters
@@ -21,7 +22,8 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
     Raises:
         ConfigError: All problems of the sections.
     """
-    model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+    new_tokens = read_new_tokens(recipe.model)
+    model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters, new_tokens)
     if recipe.model.chunked_loss is None and recipe.training.dtype == "bfloat16":
         model.llm.chunk_sharded_loss()
     validation = recipe.validation

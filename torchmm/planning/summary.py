@@ -77,6 +77,9 @@ def _rank_state_bytes(
         adapter_parameters = sum(count for layer, count in counted_layers if layer.adapters)
         module_parameters = parameters - sum(module.autoencoder_parameters) // module_sizes.pipeline
         trained = module_parameters * module.trainable + adapter_parameters
+        if module.token_rows_trainable:
+            rows = module.embedding_parameters + module.head_parameters * (not module.tied)
+            trained += rows // (tensor * module_sizes.pipeline)
         quantized = [linear for layer in module.layers for linear in layer.quantized]
         counts = [linear.local_weights(tensor) / module_sizes.pipeline for linear in quantized]
         state = StageParameters(

@@ -43,6 +43,9 @@ def check_model(recipe: Recipe) -> Problems:
             "directory or a Hub id"
         )
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
+    for token in sorted({t for t in model.new_tokens if model.new_tokens.count(t) > 1 or not t}):
+        text = f"has {token!r} more than once" if token else "has an empty token"
+        yield Problem("model.new_tokens", NO_VALUE, f"{text}; list each token once")
     pinned = model.tokenizer_revision
     yield from check_revision(
         "model.tokenizer_revision", pinned, "model.tokenizer", model.tokenizer
@@ -165,7 +168,20 @@ def check_validation(recipe: Recipe) -> Problems:
         if is_used and find_entry("hooks", "generated_samples") is None:
             text = 'the extension "evaluation" is not installed; set it to 0'
             yield Problem(f"validation.{key}", count, text)
+    if validation.early_stopping_patience:
+        yield from _check_early_stopping(recipe)
     yield from _check_best(recipe)
+
+
+def _check_early_stopping(recipe: Recipe) -> Problems:
+    key = "validation.early_stopping_patience"
+    patience = recipe.validation.early_stopping_patience
+    if not recipe.validation.interval:
+        text = "requires validation; set validation.interval"
+        yield Problem(key, patience, text, ("validation.interval",))
+    elif not recipe.data.validation:
+        text = "requires validation data; add a [[data.validation]] table"
+        yield Problem(key, patience, text, ("data.validation",))
 
 
 def _check_best(recipe: Recipe) -> Problems:

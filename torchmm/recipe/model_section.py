@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,17 @@ ALL_LINEAR = "all-linear"
 """In place of names: every linear that an adapter can be in."""
 COMPONENTS_FILE = "torchmm.json"
 """File with the `[model]` section of an export of separate components, with relative paths."""
+
+
+class NewTokens(NamedTuple):
+    """Ids of `model.new_tokens`."""
+
+    ids: tuple[int, ...]
+    """All tokens, including those that the tokenizer already has."""
+    added: tuple[int, ...]
+    """Tokens that the tokenizer lacks, with consecutive ids."""
+    known: int
+    """Number of token ids before the first added token."""
 
 
 def source_with_revision(source: str | None, revision: str | None) -> str | None:
@@ -223,6 +234,11 @@ class ModelConfig(Section):
     tokenizer_revision: str | None = None
     """Commit, tag or branch of `tokenizer` on the Hub. Without `tokenizer`, the `revision` of the
     model applies."""
+    new_tokens: list[str] = Field(default=[])
+    """Tokens to add to the tokenizer, such as ["<loc_0>", "<loc_1>"]. The embedding and the LM head
+    grow if necessary, and rows of added tokens start as the mean of all known tokens. With adapters
+    on the LLM, these rows are trained, too, and the other rows stay frozen. Tokens that the
+    tokenizer already has keep their rows."""
     image_token: str = "<image>"
     """Token that marks image positions. It must be in the tokenizer and must not occur in text."""
     chunked_loss: bool | None = None

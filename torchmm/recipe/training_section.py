@@ -186,6 +186,13 @@ class TrainingConfig(Section):
     accumulated."""
     sequence_length: int = Field(default=1024, ge=8)
     """Number of tokens of a packed sequence. Longer samples are truncated."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Label smoothing of the text loss: the probability that each target divides among all tokens
+    of the vocabulary. `loss` and `validation_loss` remain cross entropies, and `loss_smoothed` is
+    the smoothed loss."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the z-loss, which keeps the logits small: the mean squared logsumexp of the
+    logits is added to the training loss. PaLM uses 1e-4. The metric `loss_z` is the added term."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, sample order and dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -218,6 +225,13 @@ class ValidationConfig(Section):
     ema: bool = False
     """Whether to validate the averaged weights (`training.ema_decay`). `hf-best/` then also has
     these weights."""
+    early_stopping_patience: int = Field(default=0, ge=0)
+    """Number of consecutive validations without improvement after which the run is complete. The
+    metric is that of `checkpoint.keep_best`, or else "validation_loss". 0 disables early
+    stopping."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """Amount by which the metric must be better than all earlier values to count as an
+    improvement."""
     batches: int = Field(default=4, ge=1)
     """Number of held-out global batches per validation. They are the same each time."""
     num_samples: int = Field(default=0, ge=0)

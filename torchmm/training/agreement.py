@@ -128,7 +128,8 @@ def copy_losses(
         load = max_expert_load_ratio(loads_LE)
     by_source_S2 = model.llm.source_losses.pop_sums(mesh.device)
     scalars = torch.stack([*outcome.weighted_and_module_losses, grad_norm, load])
-    return HostCopy(torch.cat([scalars, by_source_S2.flatten()]))
+    terms = model.llm.loss_terms.pop_sums(mesh.device)
+    return HostCopy(torch.cat([scalars, by_source_S2.flatten(), terms]))
 
 
 def check_losses(
@@ -155,21 +156,25 @@ def check_losses(
     """
     # The only place where a step waits for its device (`torchmm.common.device_copies`).
     with health.waiting_for_device():
-        loss, text, image, grad_norm, load, *by_source = copy.tolist()
+        loss, text, image, grad_norm, load, *sums = copy.tolist()
     # Tensor-parallel ranks have equal losses.
     ranks = mesh.module_mesh.sizes.tensor
-    rows = gather_floats([loss / ranks, grad_norm, text / ranks, image / ranks, *by_source])
+    rows = gather_floats([loss / ranks, grad_norm, text / ranks, image / ranks, *sums])
     try:
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
     except NonFiniteError as error:  # raised by all ranks
         location = find_non_finite_origin(model, run_again)
         raise NonFiniteError(f"{error}. Where: {location}") from None
-    loss, _, text, image, *by_source = (sum(column) for column in zip(*rows, strict=True))
+    loss, _, text, image, *sums = (sum(column) for column in zip(*rows, strict=True))
+    llm = model.llm
+    by_source = sums[: 2 * len(llm.source_losses.names)]
+    terms = sums[len(by_source) :]
     return {
         "loss": loss,
         "loss_text": text,
         "loss_image": image,
-        "loss_by_source": model.llm.source_losses.means(by_source),
+        "loss_by_source": llm.source_losses.means(by_source),
+        **llm.loss_terms.means(terms),
         "grad_norm": grad_norm,
         "max_expert_load_ratio": load or None,
     }

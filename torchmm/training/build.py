@@ -20,6 +20,7 @@ from torchmm.common.files import replace_atomically
 from torchmm.common.log import make_console, report_progress, setup_logging
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.tokenizer import describe_untrained_tokens
+from torchmm.models.layers.loss import LossTerms
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units
@@ -34,7 +35,7 @@ from torchmm.training.components import RunComponents
 from torchmm.training.console import print_summary
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
 from torchmm.training.model_build import ModelStages, materialize_stages
-from torchmm.training.optim import build_optimizer, describe_schedule_change
+from torchmm.training.optim import build_optimizer, describe_schedule_change, frozen_token_rows
 from torchmm.training.optimizers.weight_average import WeightAverage
 from torchmm.training.planners.registry import build_planner
 from torchmm.training.rank_setup import check_choices_agree, prepare_ranks, seed_rank
@@ -88,11 +89,12 @@ def build_run(
         log_data(run, model, samples, logger)
     pipeline, compilation = materialize_stages(run, model, mesh, model_stages)
     model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
+    model.llm.loss_terms = LossTerms(recipe.training.label_smoothing, recipe.training.z_loss)
     optimizer = build_optimizer(
         model,
         module_of,
         recipe.optimizer,
-        model.tied_replica_parameters(),
+        model.tied_replica_parameters() | {p for p, _ in frozen_token_rows(model)},
         model.layer_matrices(),
         DTYPES[recipe.training.dtype],
     )

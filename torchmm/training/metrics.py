@@ -93,6 +93,13 @@ METRICS: Mapping[str, Metric] = {
         "Mean loss per target token of the text of each data source, by source name. Sources "
         "without targets in the step are omitted. Null for runs with one source.",
         dict, nullable=True),
+    "loss_smoothed": Metric(
+        "train", "nats",
+        "With `training.label_smoothing`: mean smoothed cross entropy per target token.",
+        nullable=True),
+    "loss_z": Metric(
+        "train", "", "With `training.z_loss`: mean z-loss per target token.",
+        nullable=True),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
         nullable=True, progress_format="held-out loss {:.4f}"),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchmm.models.hf.load import local_slices
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
@@ -50,7 +51,8 @@ def build_optimizer(
         model: Model with the stages of this rank.
         module_of: Function from parameter names to module names ("llm", "NAME", "NAME.connector").
         config: Section [optimizer] of the recipe.
-        copies: Replicas of the embedding of another rank, without weight decay like the original.
+        copies: Weights without weight decay like embeddings: replicas of the embedding of another
+            rank, and heads of which only some rows are trained.
         matrices: Matrices of layers, which Muon updates.
         dtype: Compute dtype of the modules.
     """
@@ -108,6 +110,7 @@ class OptimizerUpdate:
         self._average = average
         self._optimizer, self._mesh, self._config, self._steps = optimizer, mesh, config, steps
         self._groups = group_by_replicas(model)
+        self._frozen_rows = frozen_token_rows(model)
 
     def measure(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the global gradient norm, a float32 scalar, and prepare the update. Collective.
@@ -118,6 +121,9 @@ class OptimizerUpdate:
         Args:
             losses: Scalars of this rank that must be finite.
         """
+        for parameter, is_frozen_V1 in self._frozen_rows:
+            if parameter.grad is not None:
+                local_gradients([parameter])[0].masked_fill_(is_frozen_V1, 0.0)
         # Zero times a non-finite number is NaN, and so is every sum with NaN.
         zero = torch.stack([*losses]).mul(0).sum()
         totals = self._mesh.sum_over_ranks(torch.stack([squared_norm(self._groups, zero), zero]))
@@ -187,6 +193,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set the learning rate of every group to `factor` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
+
+
+def frozen_token_rows(model: MultimodalModel) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the embedding and the head of this rank if only some of their rows are trained.
+
+    Rows without gradients and without weight decay keep their values.
+
+    Returns:
+        Pairs of a parameter and the flags (V, 1) of its local rows that are frozen.
+    """
+    names = model.llm.token_weights
+    parameters = [p for name, p in model.llm.named_parameters() if name in names]
+    pairs = []
+    for parameter in parameters:
+        rows = local_slices(parameter)[0]
+        ids = [i - rows.start for i in model.llm.trained_token_ids if rows.start <= i < rows.stop]
+        is_frozen_V1 = torch.ones(rows.stop - rows.start, 1, dtype=torch.bool)
+        is_frozen_V1[ids] = False
+        pairs.append((parameter, is_frozen_V1.to(parameter.device)))
+    return pairs
 
 
 ParametersByReplicas = Mapping[int, Sequence[nn.Parameter]]

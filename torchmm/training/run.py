@@ -86,9 +86,9 @@ def train(recipe: Recipe) -> int:
             with training_errors(run_dir):
                 trainer.run()
         if rank == 0:
-            report_status(
-                run_dir, Status("done", trainer.step, 0, 0, components.checkpoints.status_warning)
-            )
+            messages = trainer.state.end_reason, components.checkpoints.status_warning
+            message = ". ".join(filter(None, messages))
+            report_status(run_dir, Status("done", trainer.step, 0, 0, message))
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise

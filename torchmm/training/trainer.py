@@ -66,7 +66,7 @@ class Trainer:
         self.hooks = build_hooks(TrainingContext(components, self.state, self.health, stop))
 
     def run(self) -> None:
-        """Train until the last step of the recipe, or until a rank receives a stop signal.
+        """Train until the last step of the recipe, or until a hook or a stop signal ends the run.
 
         Raises:
             PreemptedError: A rank received a stop signal. The last finished step is saved.
@@ -76,7 +76,7 @@ class Trainer:
             without_data = self._train()
             for hook in self.hooks:
                 hook.finish()
-        if self.step < self.components.run.recipe.training.steps:
+        if self.step < self.components.run.recipe.training.steps and not self.state.end_reason:
             raise PreemptedError(
                 stop_message(self.step, without_data, self.components.checkpoints.status_warning)
             )
@@ -89,7 +89,7 @@ class Trainer:
         if components.restored and components.restored.rng is not None:
             restore_rng(components.restored.rng)
         is_stopping = False
-        while self.step < steps and not is_stopping:
+        while self.step < steps and not is_stopping and not self.state.end_reason:
             step = self.step + 1
             for hook in self.hooks:
                 hook.before_step(step)

@@ -285,6 +285,16 @@ def test_valid_recipe_has_no_problems(valid):
             "[[data.validation]]",
         ),
         ("--validation.ema true", "validation.ema", "set training.ema_decay"),
+        (
+            "--validation.early_stopping_patience 2 --validation.interval 0",
+            "validation.early_stopping_patience",
+            "set validation.interval",
+        ),
+        (
+            "--validation.early_stopping_patience 2 --validation.interval 2 --data.validation []",
+            "validation.early_stopping_patience",
+            "[[data.validation]]",
+        ),
         ("--metrics.profile_step 101", "metrics.profile_step", "earlier"),
         ("--name a/b", "name", "directory name"),
         ("--training.device cpu --parallel.backend nccl", "parallel.backend", "auto"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from torchmm.common.errors import CheckpointError
+from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.export import (
     TRAINED_WEIGHTS,
     WeightSource,
@@ -104,9 +104,17 @@ def save_adapters(
         model: Model with the adapters.
         directory: Directory of all adapters.
         weights: Source of the values.
+
+    Raises:
+        ConfigError: Rows of new tokens are trained, which the format does not contain.
     """
     if not any(module.adapters for module in model.modality_modules()):
         return
+    if model.llm.trained_token_ids:
+        raise ConfigError(
+            "model.new_tokens: files of adapters do not contain the rows of new tokens; export "
+            "the merged model"
+        )
     values = gather_adapters(model, weights)
     for files in _adapter_directories(model):
         tensors = {

@@ -39,7 +39,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchmm.common.errors import CheckpointError
 from torchmm.common.files import check_relative_name
 from torchmm.common.log import report_progress
-from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.layered import LayeredModule, NewRows, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.weight_formats import WeightFormat, value_shape, value_slices
 from torchmm.recipe.model_section import read_json_object, split_revision
@@ -97,6 +97,8 @@ class ParameterPiece(NamedTuple):
     """Whether the tensor has all experts. Their matrices may be transposed in the files."""
     share: tuple[int, int] = (0, 1)
     """Index and number of equal parts, if a tensor in the files has several parameters."""
+    new_rows: NewRows | None = None
+    """Rows that the tensor in the files lacks, if any."""
     form: WeightFormat | None = None
     """Storage form of the parameter, or None if it is a tensor of its values."""
 
@@ -110,6 +112,8 @@ class ParameterPiece(NamedTuple):
     def shapes(self) -> list[list[int]]:
         """The shapes that the tensor may have in the files."""
         full_shape = self.full_shape
+        if self.new_rows is not None:
+            return [[self.new_rows.stored, *full_shape[1:]]]
         if self.share[1] > 1:
             return [[self.share[1] * full_shape[0], *full_shape[1:]], full_shape]
         if self.stacked:
@@ -126,6 +130,9 @@ class ParameterPiece(NamedTuple):
             return
         if self.form is not None:
             slices = value_slices(slices, self.form)
+        if self.new_rows is not None:
+            _fill_with_new_rows(local, slices, stored, self.new_rows)
+            return
         if self.stacked and list(stored.get_shape()) != list(self.tensor.shape):
             experts, rows, columns = slices
             local.copy_(stored[experts, columns, rows].transpose(1, 2))
@@ -147,6 +154,27 @@ class ParameterPiece(NamedTuple):
         local[self.expert - experts.start, start - rows.start : stop - rows.start].copy_(values)
 
 
+def _fill_with_new_rows(
+    local: Tensor, slices: tuple[slice, ...], stored: Any, new_rows: NewRows
+) -> None:
+    """Read the local rows of a matrix, and fill new rows with the mean of all known rows.
+
+    Every rank sums all known rows in the same order, so that new rows are bitwise identical.
+    """
+    rows, columns = slices
+    stop = min(rows.stop, new_rows.stored)
+    if rows.start < stop:
+        local[: stop - rows.start].copy_(stored[rows.start : stop, columns])
+    added = [row - rows.start for row in new_rows.added if rows.start <= row < rows.stop]
+    if not added:
+        return
+    total = torch.zeros(columns.stop - columns.start, dtype=torch.float64)
+    for first in range(0, new_rows.known, _SUMMED_ROWS):
+        last = min(first + _SUMMED_ROWS, new_rows.known)
+        total += stored[first:last, columns].double().sum(0)
+    local[added] = (total / new_rows.known).to(local)
+
+
 def parameter_pieces(module: LayeredModule) -> dict[str, ParameterPiece]:
     """Return the pieces of the parameters and buffers of a module, by names as in the files."""
     tensors = module.state_dict().items()
@@ -160,6 +188,9 @@ def parameter_pieces(module: LayeredModule) -> dict[str, ParameterPiece]:
 def _pieces_of_parameter(
     owner: str, tensor: Tensor, files: WeightFiles
 ) -> Iterator[tuple[str, ParameterPiece]]:
+    if files.new_rows is not None and owner in files.new_rows.names:
+        yield owner, ParameterPiece(owner, tensor, new_rows=files.new_rows)
+        return
     group, _, leaf = owner.rpartition(".")
     if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
         fused = (
@@ -186,6 +217,8 @@ WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 CONNECTOR_FILE = "connector.safetensors"
 MAX_LISTED_NAMES = 8
 """Maximum number of names of one kind in an error message."""
+_SUMMED_ROWS = 4096
+"""Number of rows of an embedding that are read at once to compute the mean."""
 COMPARED_ROWS = 64
 """Number of compared rows of a head and its tied embeddings."""
 

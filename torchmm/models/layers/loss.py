@@ -14,6 +14,9 @@ backward that overwrites the logits with their gradient. Scaling and soft cappin
 operators with a separate backward. On other devices, rows are cast to float32 in chunks, in forward
 and again in backward.
 
+`LossTerms` adds label smoothing and z-loss to the gradients. The returned loss remains the cross
+entropy, so that training and validation losses are comparable with other runs.
+
 Recomputing the logits of a chunk in backward would add a third matmul with the largest matrix of
 the model. The Triton kernel of liger-kernel is not used: it rounds the gradient twice in half
 precision, and synchronizes with the device in backward to compare the incoming gradient with 1.
@@ -23,7 +26,7 @@ Shape legend: L targets, N rows of a chunk, D features, V vocabulary (of a rank)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -32,7 +35,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -60,13 +63,76 @@ RowLosses = list[Tensor]
 """Losses of consecutive rows, (L,) or shorter, float32, without gradients."""
 
 
+class LossTerms:
+    """Terms that training adds to the cross entropy: label smoothing and z-loss.
+
+    The training loss of a target is
+
+        cross entropy + label_smoothing * (target logit - mean logit) + z_loss * logsumexp**2
+
+    The first two terms are `torch.nn.functional.cross_entropy(..., label_smoothing=...)`. Losses
+    have the value of the cross entropy and the gradient of the training loss. The sums of the terms
+    are stored until training reads them, as in `SourceLosses`.
+
+    Args:
+        label_smoothing: Probability that is divided among all tokens of the vocabulary.
+        z_loss: Coefficient of the squared logsumexp of the logits.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self._sums_3: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return self.label_smoothing > 0 or self.z_loss > 0
+
+    def add(self, loss_L: Tensor, smoothing_L: Tensor, squares_L: Tensor) -> None:
+        """Add the targets of a forward pass. Validation, which has no gradients, adds none.
+
+        Args:
+            loss_L: (L,), float32, cross entropies.
+            smoothing_L: (L,), float32, target logits minus mean logits.
+            squares_L: (L,), float32, squared logsumexp.
+        """
+        if not torch.is_grad_enabled():
+            return
+        smoothed_L = loss_L + self.label_smoothing * smoothing_L
+        values_3L = torch.stack([smoothed_L, self.z_loss * squares_L, torch.ones_like(loss_L)])
+        sums_3 = values_3L.detach().sum(1)
+        self._sums_3 = sums_3 if self._sums_3 is None else self._sums_3 + sums_3
+
+    def pop_sums(self, device: torch.device) -> Tensor:
+        """Return and reset the sums of this rank since the last call, (3,), float32.
+
+        The sums are the smoothed cross entropy, the z-loss and the number of targets. The result is
+        (0,) without terms, and zero on ranks without the last stage of the LLM.
+        """
+        sums_3, self._sums_3 = self._sums_3, None
+        return torch.zeros(3 if self else 0, device=device) if sums_3 is None else sums_3
+
+    def means(self, sums: Sequence[float]) -> dict[str, float | None]:
+        """Return the metrics of the sums over all ranks. Inactive terms are None."""
+        smoothed, squares, targets = sums if self else (0.0, 0.0, 0.0)
+        return {
+            "loss_smoothed": smoothed / max(targets, 1.0) if self.label_smoothing else None,
+            "loss_z": squares / max(targets, 1.0) if self.z_loss else None,
+        }
+
+
+NO_TERMS = LossTerms()
+
+
 def uses_fused_loss(device: torch.device) -> bool:
     """Return True if losses on `device` use compiled kernels that write gradients in place."""
     return device.type == "cuda" and not find_missing_compiler(device.type)
 
 
 def summed_cross_entropy(
-    logits_LV: Tensor, targets_L: Tensor, rows: RowLosses | None = None
+    logits_LV: Tensor,
+    targets_L: Tensor,
+    rows: RowLosses | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
@@ -77,10 +143,11 @@ def summed_cross_entropy(
         logits_LV: (L, V), logits.
         targets_L: (L,), int64, token ids.
         rows: List that receives the losses of the rows, if given.
+        terms: Terms of the training loss, whose gradients the loss has.
     """
     at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
-    if at_once or _is_fused(logits_LV):  # chunks would not save memory
-        return _cross_entropy(logits_LV, targets_L, rows)
+    if at_once or terms or _is_fused(logits_LV):  # chunks would not save memory
+        return _cross_entropy(logits_LV, targets_L, rows, terms)
     chunks = zip(logits_LV.split(CHUNK_TARGETS), targets_L.split(CHUNK_TARGETS), strict=True)
     # Backward recomputes each chunk, so that the losses of its rows are a result, not appended.
     function = _cross_entropy if rows is None else _row_cross_entropies
@@ -105,6 +172,7 @@ def cross_entropy_in_chunks(
     rows_LD: Tensor,
     targets_L: Tensor,
     rows: RowLosses | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
@@ -116,6 +184,7 @@ def cross_entropy_in_chunks(
         rows_LD: (L, D), input of the head, identical on all tensor-parallel ranks.
         targets_L: (L,), int64, token ids.
         rows: List that receives the losses of the rows, if given.
+        terms: Terms of the training loss, whose gradients the loss has.
     """
     learns = head.gradient_VD is not None or (torch.is_grad_enabled() and rows_LD.requires_grad)
     rows_gradient_LD = torch.empty_like(rows_LD) if learns else None
@@ -126,7 +195,9 @@ def cross_entropy_in_chunks(
         with loss_parallel() if head.mesh else nullcontext():
             # Not `[0]`, whose backward copies the gradient of all logits.
             # A variable would keep the logits until those of the next chunk are computed.
-            loss = _cross_entropy(compute_logits(rows_ND[None]).squeeze(0), targets_L[chunk], rows)
+            loss = _cross_entropy(
+                compute_logits(rows_ND[None]).squeeze(0), targets_L[chunk], rows, terms
+            )
             if rows_gradient_LD is not None:
                 (rows_gradient_LD[chunk],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
@@ -300,6 +371,124 @@ def _write_gradient(
     logits_LV.copy_((probability_LV - (words_V == targets_L[:, None]).float()) * factor)
 
 
+class _RegularizedCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy with the gradient of the training loss of `LossTerms`.
+
+    Args of `apply`:
+        logits_LV: (L, V), plain tensor, logits of the vocabulary of this rank.
+        targets_L: (L,), int64, index in the vocabulary of this rank, or out of its range.
+        terms: Terms of the training loss.
+        shards: Ranks of the vocabulary and its full size. The mesh is None on one rank.
+        is_fused: Whether compiled kernels are used, whose backward overwrites the logits.
+
+    Returns:
+        The summed cross entropy, and (L,) each: cross entropy, target logit minus mean logit, and
+        squared logsumexp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_LV: Tensor,
+        targets_L: Tensor,
+        terms: LossTerms,
+        shards: tuple[DeviceMesh | None, int],
+        is_fused: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mesh, vocabulary = shards
+        parts = zip(*_row_chunks(is_fused, logits_LV.detach(), targets_L), strict=True)
+        compute = _compiled(_row_statistics) if is_fused else _row_statistics
+        statistics_4L = torch.cat([compute(*part) for part in parts], dim=1)
+        max_L, *sums = statistics_4L
+        if mesh is not None:
+            local_max_L, max_L = max_L, _reduce(max_L, mesh, "max")
+            sums[0] = sums[0] * (local_max_L - max_L).exp()
+            sums = list(_reduce(torch.stack(sums), mesh, "sum"))
+        sum_L, target_L, total_L = sums
+        loss_L = sum_L.log() - (target_L - max_L)
+        logsumexp_L = sum_L.log() + max_L
+        weight_L = (1 + 2 * terms.z_loss * logsumexp_L) / sum_L
+        ctx.save_for_backward(logits_LV, targets_L, max_L, weight_L)
+        ctx.shares = 1 - terms.label_smoothing, terms.label_smoothing / vocabulary
+        ctx.is_fused = is_fused
+        smoothing_L = target_L - total_L / vocabulary
+        squares_L = logsumexp_L.square()
+        ctx.mark_non_differentiable(loss_L, smoothing_L, squares_L)
+        return loss_L.sum(), loss_L, smoothing_L, squares_L
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_LV, *rows = ctx.saved_tensors
+        gradient_LV = logits_LV.detach() if ctx.is_fused else logits_LV.clone()
+        write = _compiled(_write_regularized) if ctx.is_fused else _write_regularized
+        for part in zip(*_row_chunks(ctx.is_fused, gradient_LV, *rows), strict=True):
+            write(*part, factor, *ctx.shares)
+        return gradient_LV, None, None, None, None
+
+
+def _row_chunks(is_fused: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return consecutive rows of each tensor. Fused kernels need no chunks."""
+    if is_fused:
+        return [(_dynamic(tensor),) for tensor in tensors]
+    return [tensor.split(CHUNK_TARGETS) for tensor in tensors]
+
+
+def _row_statistics(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Return maximum, sum of exponentials below it, target logit and sum of logits, (4, N).
+
+    The target logit is 0 if the target is not in the vocabulary of this rank.
+    """
+    x_NV = logits_NV.float()
+    max_N1 = x_NV.amax(-1, keepdim=True)
+    words = logits_NV.shape[1]
+    is_local_N = (targets_N >= 0) & (targets_N < words)
+    target_N = x_NV.gather(1, targets_N.clamp(0, words - 1)[:, None])[:, 0]
+    sum_N = (x_NV - max_N1).exp().sum(-1)
+    return torch.stack([max_N1[:, 0], sum_N, torch.where(is_local_N, target_N, 0.0), x_NV.sum(-1)])
+
+
+def _write_regularized(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    max_N: Tensor,
+    weight_N: Tensor,
+    factor: Tensor,
+    target_share: float,
+    uniform_share: float,
+) -> None:
+    """Overwrite the logits with `factor` times the gradient of the training loss."""
+    words_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    probability_NV = (logits_NV.float() - max_N[:, None]).exp() * weight_N[:, None]
+    target_NV = (words_V == targets_N[:, None]).float() * target_share
+    logits_NV.copy_((probability_NV - target_NV - uniform_share) * factor)
+
+
+def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
+    """Return the sum or maximum of a tensor over the ranks of a mesh."""
+    partial_tensor = DTensor.from_local(tensor, mesh, [Partial(operation)], run_check=False)
+    return partial_tensor.redistribute(placements=[Replicate()]).to_local()
+
+
+def _regularized_cross_entropy(
+    logits_LV: Tensor, targets_L: Tensor, terms: LossTerms
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy with the gradient of all terms, and those of the rows."""
+    mesh = None
+    vocabulary = logits_LV.shape[1]
+    is_fused = _is_fused(logits_LV)
+    if isinstance(logits_LV, DTensor):
+        mesh = logits_LV.device_mesh
+        # Shards have the sizes of `torch.chunk`.
+        targets_L = targets_L - mesh.get_local_rank() * -(-vocabulary // mesh.size())
+        logits_LV = logits_LV.to_local()
+    loss, loss_L, smoothing_L, squares_L = _RegularizedCrossEntropy.apply(
+        logits_LV, targets_L, terms, (mesh, vocabulary), is_fused
+    )
+    terms.add(loss_L, smoothing_L, squares_L)
+    return loss, loss_L
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` for torch.compile, whose compiler takes most of a second to import."""
@@ -322,9 +511,16 @@ def _is_fused(logits_LV: Tensor) -> bool:
     return is_plain_tensor and uses_fused_loss(logits_LV.device)
 
 
-def _cross_entropy(logits_LV: Tensor, targets_L: Tensor, rows: RowLosses | None = None) -> Tensor:
+def _cross_entropy(
+    logits_LV: Tensor,
+    targets_L: Tensor,
+    rows: RowLosses | None = None,
+    terms: LossTerms = NO_TERMS,
+) -> Tensor:
     """Return the summed cross entropy, computed in float32 from all rows at once."""
-    if _is_fused(logits_LV):
+    if terms:
+        loss, loss_L = _regularized_cross_entropy(logits_LV, targets_L, terms)
+    elif _is_fused(logits_LV):
         loss, loss_L = _InPlaceCrossEntropy.apply(logits_LV, targets_L)
     elif rows is None:
         return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")

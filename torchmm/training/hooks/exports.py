@@ -33,9 +33,10 @@ class ExportHook(Hook):
             for suffix, weights in self._exported_weights():
                 with weights:
                     export_model(self.training, f"hf{suffix}")
-                    write_adapters(
-                        self.components.model, self.components.run_dir / f"adapters{suffix}"
-                    )
+                    if not self.components.model.llm.trained_token_ids:
+                        write_adapters(
+                            self.components.model, self.components.run_dir / f"adapters{suffix}"
+                        )
 
     def _exported_weights(self) -> list[tuple[str, AbstractContextManager[None]]]:
         """Return directory suffixes, and contexts in which the model has the weights to export."""

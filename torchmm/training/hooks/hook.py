@@ -7,7 +7,7 @@ collectives inside hooks together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchmm.data.corrupt import CorruptLimit
@@ -30,6 +30,10 @@ class TrainState:
     corrupt: CorruptLimit
     best: float | None = None
     """Lowest badness of `checkpoint.keep_best` so far."""
+    early_stopping: dict[str, Any] = field(default_factory=dict)
+    """State of `EarlyStoppingHook`."""
+    end_reason: str = ""
+    """Reason why the run is complete before its last step. Empty otherwise."""
 
     @classmethod
     def resume(cls, components: RunComponents) -> TrainState:
@@ -42,12 +46,19 @@ class TrainState:
             return cls(0, {}, corrupt)
         saved = components.restored.state
         corrupt.add(**saved["corrupt"])
-        return cls(components.restored.step, saved["data"], corrupt, saved.get("best"))
+        early_stopping = saved.get("early_stopping", {})
+        step = components.restored.step
+        return cls(step, saved["data"], corrupt, saved.get("best"), early_stopping)
 
     def as_json(self) -> dict[str, Any]:
         """Return the values to store in a checkpoint."""
         counts = {"corrupt": self.corrupt.corrupt, "seen": self.corrupt.seen}
-        return {"data": self.data, "corrupt": counts, "best": self.best}
+        return {
+            "data": self.data,
+            "corrupt": counts,
+            "best": self.best,
+            "early_stopping": self.early_stopping,
+        }
 
 
 @dataclass
@@ -108,9 +119,10 @@ class Hook:
 
     def is_due(self, step: int, interval: int) -> bool:
         """Return True after every `interval` steps and after the last step of the run."""
-        is_last = step == self.recipe.training.steps
+        is_last = step == self.recipe.training.steps or self.training.state.end_reason != ""
         return interval > 0 and (is_last or step % interval == 0)
 
     def is_complete(self) -> bool:
-        """Return True if all steps of the run are finished."""
-        return self.training.state.step >= self.recipe.training.steps
+        """Return True if all steps of the run are finished, or a hook has completed the run."""
+        state = self.training.state
+        return state.step >= self.recipe.training.steps or state.end_reason != ""

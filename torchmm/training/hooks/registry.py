@@ -18,6 +18,11 @@ HOOKS: Sequence[Entry] = (
         lambda run: run.recipe.validation.interval > 0,
     ),
     Entry("recording", "torchmm.training.hooks.recording:RecordingHook"),
+    Entry(
+        "early_stopping",
+        "torchmm.training.hooks.early_stopping:EarlyStoppingHook",
+        lambda run: run.recipe.validation.early_stopping_patience > 0,
+    ),
     Entry("garbage_collection", "torchmm.training.hooks.garbage_collection:GarbageCollectionHook"),
     Entry("exports", "torchmm.training.hooks.exports:ExportHook"),
     Entry("checkpoints", "torchmm.training.hooks.checkpoints:CheckpointHook"),
