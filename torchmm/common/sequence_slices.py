@@ -345,6 +345,7 @@ def slice_microbatch(
             "targets_T": microbatch.targets_T[tokens],
             "position_ids": microbatch.position_ids[..., tokens],
             "sources_T": None if microbatch.sources_T is None else microbatch.sources_T[tokens],
+            "answers_T": None if microbatch.answers_T is None else microbatch.answers_T[tokens],
             "target_positions_L": None,
             "encoders": local_encoders,
         },
