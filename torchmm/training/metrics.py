@@ -78,8 +78,8 @@ METRICS: Mapping[str, Metric] = {
         "0 during the first pass, in which their length is unknown."),
     "loss": Metric(
         "train", "nats",
-        "Mean loss per target token of the global batch. With a generator: weighted sum of "
-        "`loss_text` and `loss_image`.",
+        "Mean loss per target token of the global batch, or per preference pair. With a "
+        "generator: weighted sum of `loss_text` and `loss_image`.",
         progress_format="loss {:.4f}"),
     "loss_text": Metric(
         "train", "nats", "With a generator: mean loss per target token of the text.",
@@ -92,6 +92,13 @@ METRICS: Mapping[str, Metric] = {
         "train", "nats",
         "Mean loss per target token of the text of each data source, by source name. Sources "
         "without targets in the step are omitted. Null for runs with one source.",
+        dict, nullable=True),
+    "preference": Metric(
+        "train", "",
+        'With `training.loss` = "preference": means over the pairs of the step, with the names of '
+        "TRL. `rewards/chosen` and `rewards/rejected` are the scores of the answers times `beta`, "
+        "`rewards/margins` is their difference, and `rewards/accuracies` the fraction of pairs "
+        "whose chosen answer has the larger reward.",
         dict, nullable=True),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
