@@ -15,6 +15,8 @@ LAYOUTS = {
     "pipeline": {"parallel__pipeline": 2},
     "tensor": {"parallel__tensor": 2, "parallel__shard": 1},
     "context": {"parallel__llm__context": 2},
+    "balanced images": {"parallel__replicate": 2, "data__balance": "images"},
+    "compiled": {"compile__enabled": "true"},
     "disaggregated": {
         "parallel__placement": "disaggregated",
         "parallel__vision__pipeline": 1,

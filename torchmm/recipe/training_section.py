@@ -187,8 +187,8 @@ class TrainingConfig(Section):
     sequence_length: int = Field(default=1024, ge=8)
     """Number of tokens of a packed sequence. Longer samples are truncated."""
     loss: Literal["cross_entropy", "preference"] = "cross_entropy"
-    """Loss of the text. "preference" trains on pairs of a chosen and a rejected answer (DPO), with
-    the settings of `[preference]`. See docs/guides/preference_tuning.md."""
+    """Loss of the text. "preference" compares a chosen and a rejected answer (DPO), with the
+    settings of `[preference]`. See docs/guides/preference_tuning.md."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, sample order and dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -110,9 +110,10 @@ def join_answers(
 
     Raises:
         BeyondLimitError: The pair does not fit into a sequence. Truncated answers are not compared.
-        CorruptSampleError: An answer has images of its own.
+        CorruptSampleError: The answers have different images.
     """
-    first, second = chosen.text, rejected.text
+    first = chosen.text
+    second = rejected.text
     tokens = len(first.ids), len(second.ids)
     if first.truncated or second.truncated or sum(tokens) > sequence_length:
         raise BeyondLimitError(

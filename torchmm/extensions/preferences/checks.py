@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchmm.extensions.preferences.section import PreferenceConfig
-from torchmm.recipe.explain import Problem, Problems
+from torchmm.recipe.explain import NO_VALUE, Problem, Problems
 from torchmm.recipe.recipe import Recipe
 
 
@@ -21,13 +23,15 @@ def check_preference(recipe: Recipe, world_size: int | None) -> Problems:
     if config.loss_type != "simpo" and config.simpo_gamma != defaults.simpo_gamma:
         text = 'requires loss_type = "simpo"; set it, or remove the key'
         yield Problem("preference.simpo_gamma", config.simpo_gamma, text, ("preference.loss_type",))
-    unsupported = {
-        "model.generator": (recipe.model.generator is not None, "remove the generator"),
-        "model.chunked_loss": (recipe.model.chunked_loss, "set it to false"),
-        "data.producers": (recipe.data.producers.is_used, "remove the data workers"),
-        "validation.num_samples": (recipe.validation.num_samples > 0, "set it to 0"),
-    }
-    for name, (is_used, fix) in unsupported.items():
-        if is_used:
+    generator = None if recipe.model.generator is None else NO_VALUE
+    producers = NO_VALUE if recipe.data.producers.is_used else None
+    unsupported: list[tuple[str, Any, str]] = [
+        ("model.generator", generator, "remove the section"),
+        ("model.chunked_loss", recipe.model.chunked_loss, "set it to false"),
+        ("data.producers", producers, "remove the section"),
+        ("validation.num_samples", recipe.validation.num_samples, "set it to 0"),
+    ]
+    for name, value, fix in unsupported:
+        if value:
             text = f'is not supported with training.loss = "preference"; {fix}'
-            yield Problem(name, True, text, (key,))
+            yield Problem(name, value, text, (key,))

@@ -12,7 +12,7 @@ class PreferenceHook(Hook):
 
     def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
-        # The loss of a pair is not a sum over targets, so there is no mean per target and source.
+        # The loss of a pair is not a sum over targets, and has no mean per target and source.
         self.components.model.llm.source_losses = SourceLosses()
 
     def after_step(self, done: FinishedStep) -> None:

@@ -35,6 +35,7 @@ class PreferenceLoss:
         self._sums_4: Tensor | None = None
 
     def __call__(self, log_probs_A: Tensor, counts_A: Tensor, reference_A: Tensor | None) -> Tensor:
+        """Return the loss summed over pairs (`AnswerLoss`), and add up the rewards in training."""
         config = self.config
         assert config.uses_reference == (reference_A is not None), "wrong reference model"
         scores_A = log_probs_A if reference_A is None else log_probs_A - reference_A

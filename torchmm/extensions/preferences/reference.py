@@ -57,9 +57,7 @@ class ReferenceModel:
         }
         """Initial values of the shards of this rank, or the current ones within `_in_place`."""
 
-    # "force_eager": the layers would be compiled a second time without gradients.
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")
     def add_log_probs(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Return the microbatches with `reference_bits_A` on ranks with the last LLM stage."""
         was_training = self._model.training
