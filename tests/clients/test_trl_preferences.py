@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -67,8 +68,9 @@ class PreferenceCase:
         return {"family": self.family, **self.values}
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[ParallelMesh]:
+@contextmanager
+def single_process() -> Iterator[ParallelMesh]:
+    """Yield the mesh of one process. Programs that start later must not join its group."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)
@@ -158,9 +160,10 @@ def microbatches_of(model, tokenizer, directory: Path, pairs: list[dict]) -> lis
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory, real_data, mesh) -> dict[str, PreferenceCase]:
+def cases(tmp_path_factory, real_data) -> dict[str, PreferenceCase]:
     root = tmp_path_factory.mktemp("preferences")
-    return {name: make_case(name, root / name, real_data, mesh) for name in LOSSES}
+    with single_process() as mesh:
+        return {name: make_case(name, root / name, real_data, mesh) for name in LOSSES}
 
 
 @pytest.fixture(scope="module")

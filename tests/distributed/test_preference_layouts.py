@@ -123,6 +123,13 @@ def test_preference_tuning_of_adapters_is_equal_in_layouts(train, single_lora, l
     assert_equal(train(f"{layout}_lora", 2, **LAYOUTS[layout], **LORA), single_lora)
 
 
+def test_streamed_pairs_start_from_loss_of_reference(train, changes):
+    sources = changes["data__sources"].replace("}]", ", streaming=true}]")
+    (record,) = train("stream", 2, data__sources=sources, training__steps=1, **LAYOUTS["replicate"])
+    assert record["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert record["grad_norm"] > 0
+
+
 def test_losses_without_reference_differ(train, single):
     free = train("free", preference__reference_free="true")
     assert abs(free[0]["loss"] - single[0]["loss"]) > 1e-3
