@@ -96,6 +96,16 @@ class SampleMeta:
     encoder name."""
     generated: tuple[GeneratedMeta, ...] = ()
     """Images and videos that the generator is trained to produce. They have no tokens."""
+    chosen_tokens: int = 0
+    """Number of tokens of the first segment, if the sample is a preference pair. Its segments are
+    the prompt with the chosen answer, and the prompt with the rejected answer. 0: one segment."""
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each segment, which is packed and attended separately."""
+        if not self.chosen_tokens:
+            return (self.tokens,)
+        return self.chosen_tokens, self.tokens - self.chosen_tokens
 
     @property
     def tiles(self) -> int:
@@ -437,6 +447,13 @@ class Microbatch:
     """Generator inputs, or None without generated images."""
     sources_T: Tensor | None = None
     """Index of the data source of each token, int64. None if the loss per source is not needed."""
+    answers_T: Tensor | None = None
+    """Index of the answer of each token, int64: 2 n for the chosen and 2 n + 1 for the rejected
+    answer of pair n, and -1 for padding. None if the samples are not preference pairs."""
+    reference_bits_A: Tensor | None = None
+    """Log-probability of each answer under the reference model. None without a reference, and on
+    ranks that do not compute the loss. The dtype is int32, with the bits of float32, because mixed
+    precision casts floating-point inputs of a module."""
     target_positions_L: Tensor = None  # type: ignore[assignment]
     """Positions that are included in the loss, int64. If None, they are computed on the CPU.
 
@@ -459,6 +476,13 @@ class Microbatch:
         return self.target_positions_L.numel()
 
     @property
+    def loss_count(self) -> int:
+        """Number of terms of the text loss: targets, or preference pairs with targets."""
+        if self.answers_T is None:
+            return self.target_count
+        return (self.answers_T[self.target_positions_L] // 2).unique().numel()
+
+    @property
     def generated_count(self) -> int:
         """Number of generated images in the loss."""
         return self.generator.loss_count if self.generator else 0
@@ -476,7 +500,7 @@ class Microbatch:
 
     def pin_memory(self) -> Microbatch:
         """Return a copy in pinned memory. The loader calls it on machines with CUDA."""
-        return self._map(lambda x: x.pin_memory())
+        return self._map(lambda x: x.pin_memory() if x.device.type == "cpu" else x)
 
     def share_memory(self) -> Microbatch:
         """Return a copy in shared memory (/dev/shm).

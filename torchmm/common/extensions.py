@@ -18,6 +18,7 @@ Tables (the module that reads a table describes its entries):
     planners          planners of training steps               `torchmm.training.planners.registry`
     optimizers        optimizers by name                       `torchmm.training.optimizers`
     parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
+    loaded_models     functions that run after weights load    `torchmm.training.model_build`
     model_converters  replacements of parts of a model         `torchmm.planning.converters`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`

@@ -117,9 +117,10 @@ class SequenceGroup(NamedTuple):
 
 
 def segment_lengths(meta: MicrobatchMeta) -> list[int]:
-    """Return the number of tokens of each sample of one packed sequence, and of its padding."""
+    """Return the number of tokens of each segment of one packed sequence, and of its padding."""
     padding = meta.tokens - meta.used_tokens
-    return [s.tokens for s in meta.samples] + [padding] * (padding > 0)
+    lengths = [length for sample in meta.samples for length in sample.segment_lengths]
+    return lengths + [padding] * (padding > 0)
 
 
 def group_segments(
@@ -214,12 +215,14 @@ def sort_segments(microbatch: Microbatch, order: Sequence[int]) -> Microbatch:
         for name, inputs in microbatch.encoders.items()
     }
     sources_T = microbatch.sources_T
+    answers_T = microbatch.answers_T
     return replace(
         microbatch,
         input_ids_T=microbatch.input_ids_T[source_T],
         targets_T=microbatch.targets_T[source_T],
         position_ids=microbatch.position_ids[..., source_T],
         sources_T=None if sources_T is None else sources_T[source_T],
+        answers_T=None if answers_T is None else answers_T[source_T],
         cu_seqlens=[0, *accumulate(starts[i + 1] - starts[i] for i in order)],
         encoders=encoders,
         target_positions_L=None,
@@ -497,6 +500,7 @@ def slice_microbatch(
             "targets_T": microbatch.targets_T[tokens],
             "position_ids": microbatch.position_ids[..., tokens],
             "sources_T": None if microbatch.sources_T is None else microbatch.sources_T[tokens],
+            "answers_T": None if microbatch.answers_T is None else microbatch.answers_T[tokens],
             "cu_seqlens": cu_seqlens,
             "target_positions_L": None,
             "encoders": local_encoders,

@@ -252,7 +252,7 @@ def llm_sizes(
         padding: Whether to include padding, which is computed as a separate segment.
         context: Context-parallel size. Sizes are those of one rank.
     """
-    lengths = [[sample.tokens for sample in meta.samples] for meta in microbatches]
+    lengths = [[n for s in meta.samples for n in s.segment_lengths] for meta in microbatches]
     if padding:
         gaps = [meta.tokens - meta.used_tokens for meta in microbatches]
         lengths = [

@@ -68,6 +68,8 @@ class SamplesDigest:
             return
         ids = np.asarray(sample.text.ids, "<i4")
         self._hash.update(len(ids).to_bytes(8, "little") + ids.tobytes() + bytes(sample.text.loss))
+        if sample.chosen_tokens:
+            self._hash.update(f"pair {sample.chosen_tokens}".encode())
         video = None
         for file in [*sample.files, *sample.generated_files]:
             if isinstance(file, Tile):
@@ -147,6 +149,8 @@ def run_settings(
         "chat template": _digest(tokenizer.chat_template),
         "special tokens": _digest(text),
         "transformers": transformers.__version__,
+        # Omitted otherwise, so that checkpoints of earlier versions compare equal.
+        **({"training.loss": "preference"} if reader.reads_pairs else {}),
     }
 
 

@@ -95,6 +95,8 @@ class MicrobatchBuilder:
         self._positions: list[np.ndarray] = []
         self._sources: list[int] = []
         """Index of the data source of each segment."""
+        self._answers: list[int] = []
+        """Index of the answer of each segment, see `Microbatch.answers_T`."""
         self._cu_seqlens = [0]
         self._read: dict[str, _ImageLists] = {}
         """Inputs by encoder."""
@@ -111,8 +113,25 @@ class MicrobatchBuilder:
                 is_audio = self._audio_of_video(sample, number)
                 grid = medium.token_grid(image)
                 blocks.append(vision_block(self._reader.text_spec, start, grid, image, is_audio))
-        positions = self._text_positions(len(sample.ids_L), blocks)
-        self._append_tokens(sample.ids_L, sample.targets_L, positions, source)
+        start = 0
+        for length in meta.segment_lengths:
+            stop = start + length
+            inside = [
+                block._replace(start=block.start - start)
+                for block in blocks
+                if start <= block.start < stop
+            ]
+            answer = -1
+            if meta.chosen_tokens:
+                answer = max(self._answers, default=-1) + 1
+            self._append_tokens(
+                sample.ids_L[start:stop],
+                sample.targets_L[start:stop],
+                self._text_positions(length, inside),
+                source,
+                answer,
+            )
+            start = stop
 
     def append_images(
         self,
@@ -181,6 +200,7 @@ class MicrobatchBuilder:
             meta=microbatch_meta(packs, sequence_length),
             generator=self.generator_inputs(),
             sources_T=torch.from_numpy(np.repeat(self._sources, np.diff(self._cu_seqlens))),
+            answers_T=self._answers_of_tokens(),
         )
 
     def encoder_inputs(self) -> dict[str, EncoderInputs]:
@@ -195,13 +215,24 @@ class MicrobatchBuilder:
             return None
         return self._generated.inputs(target_preprocessor.values, shared=GENERATOR in self._shared)
 
+    def _answers_of_tokens(self) -> Tensor | None:
+        if max(self._answers, default=-1) < 0:
+            return None
+        return torch.from_numpy(np.repeat(self._answers, np.diff(self._cu_seqlens)))
+
     def _append_tokens(
-        self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray, source: int = 0
+        self,
+        ids_L: np.ndarray,
+        targets_L: np.ndarray,
+        positions: np.ndarray,
+        source: int = 0,
+        answer: int = -1,
     ) -> None:
         self._ids.append(ids_L)
         self._targets.append(targets_L)
         self._positions.append(positions)
         self._sources.append(source)
+        self._answers.append(answer)
         self._cu_seqlens.append(self._cu_seqlens[-1] + len(ids_L))
 
     def _inputs(self, name: str, medium: MediaPreprocessor) -> EncoderInputs:
@@ -262,9 +293,13 @@ def make_masked_sample(
     starts: list[int] = []
     pixels: list[np.ndarray | None] = []
     start = 0
+    first_stop = meta.chosen_tokens or meta.tokens
     for number, image in enumerate(meta.images):
         assert spec.image_token_id is not None
-        start = min(start, meta.tokens - image.tokens)
+        # Both segments of a preference pair have the images of the prompt.
+        is_second = meta.chosen_tokens > 0 and 2 * number >= len(meta.images)
+        start = max(start, first_stop) if is_second else start
+        start = min(start, (meta.tokens if is_second else first_stop) - image.tokens)
         starts.append(start)
         ids_L[start : start + image.tokens] = spec.image_token_id
         start += image.tokens

@@ -7,7 +7,7 @@ target.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, L positions with logits,
 N positions of a chunk of the loss, D features, B DeepStack features (see `layers.deepstack`),
-V vocabulary.
+V vocabulary, A answers of preference pairs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from torchmm.models.layers.loss import (
     RowLosses,
     chunk_rows,
     cross_entropy_in_chunks,
+    row_cross_entropies,
     summed_cross_entropy,
 )
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
@@ -57,6 +58,13 @@ from torchmm.recipe.model_section import NewTokens
 
 StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""
+AnswerLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function that returns the summed loss of preference pairs, a float32 scalar.
+
+Its arguments have the shape (A,), A = 2 x pairs, in the order of `Microbatch.answers_T`:
+log-probabilities of the answers, their numbers of targets (0 in corrupt samples), and the
+log-probabilities under the reference model, or None without a reference.
+"""
 
 
 _QUERY_NORMS = ("q_norm", "q_layernorm")
@@ -78,13 +86,14 @@ class LlmModule(LayeredModule):
         trained_token_ids: Tokens whose rows are trained, although the other rows are frozen.
         sequence_ranks: Context-parallel ranks that share each packed sequence with this rank. The
             microbatches are then slices (`torchmm.common.sequence_slices`). None without them.
+        answer_loss: Loss of preference pairs. None: cross entropy of the targets.
 
     Raises:
         ConfigError: The loss of this LLM cannot be computed in chunks.
     """
 
     kind = "llm"
-    forward_methods = ("logits",)
+    forward_methods = ("logits", "answer_log_probs")
 
     def __init__(
         self,
@@ -98,6 +107,7 @@ class LlmModule(LayeredModule):
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
         self.sequence_ranks: SequenceRanks | None = None
+        self.answer_loss: AnswerLoss | None = None
         self.deepstack_layers = tuple(range(family.deepstack_layers))
         self.dtype = dtype
         self.config = config
@@ -313,7 +323,8 @@ class LlmModule(LayeredModule):
             cache: Cache of all stages but the last, as for `logits`.
 
         Returns:
-            Last stage: float32 scalar, the *sum* of the cross entropies of all targets. If a
+            Last stage: float32 scalar, the *sum* of the cross entropies of all targets, or of the
+            losses of all preference pairs. If a
             generator follows, also its context: (K, D) hidden states of the context tokens, or
             (1, D), those of the first token, without images to generate. Earlier stages: hidden
             states (T, D). If later layers add DeepStack features, also these features (K, B).
@@ -344,7 +355,16 @@ class LlmModule(LayeredModule):
         return loss, hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
     def _loss(self, microbatch: Microbatch, inputs: StageInput) -> Tensor:
-        """Return the cross entropy summed over targets, a float32 scalar."""
+        """Return the loss summed over targets or preference pairs, a float32 scalar."""
+        if self.answer_loss is not None:
+            log_probs_A, counts_A = self._answer_log_probs(microbatch, inputs)
+            bits_A = microbatch.reference_bits_A
+            reference_A = None if bits_A is None else bits_A.view(torch.float32)
+            loss = self.answer_loss(log_probs_A, counts_A, reference_A)
+            # Ranks of a packed sequence share the loss, and each has the gradient of its targets.
+            ranks = 1 if self.sequence_ranks is None else self.sequence_ranks.size
+            return loss - loss.detach() + loss.detach() / ranks
+        assert microbatch.answers_T is None, "preference pairs require `answer_loss`"
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
         settings = self._view_of[0] if self._view_of else self
@@ -369,6 +389,31 @@ class LlmModule(LayeredModule):
         if losses and sources_T is not None:
             source_losses.add(torch.cat(losses), sources_T[positions_L])
         return loss
+
+    def answer_log_probs(self, microbatch: Microbatch, inputs: StageInput) -> Tensor:
+        """Return the log-probability of each answer of preference pairs, (A,), float32.
+
+        Args:
+            microbatch: Packed preference pairs.
+            inputs: As in `forward`.
+        """
+        return self._answer_log_probs(microbatch, inputs)[0]
+
+    def _answer_log_probs(
+        self, microbatch: Microbatch, inputs: StageInput
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities (A,) and numbers of targets (A,) of answers, float32."""
+        assert microbatch.answers_T is not None, "the samples are not preference pairs"
+        positions_L = microbatch.target_positions_L
+        logits_LV = self._logits(microbatch, inputs, positions_L)
+        loss_L = row_cross_entropies(logits_LV, microbatch.targets_T[positions_L])
+        values_2L = torch.stack([-loss_L, torch.ones_like(loss_L)])
+        sums_2A = values_2L.new_zeros(2, 2 * len(microbatch.meta.samples))
+        sums_2A = sums_2A.index_add(1, microbatch.answers_T[positions_L], values_2L)
+        if self.sequence_ranks is not None:
+            # The sum of all ranks, with the gradient of the targets of this rank.
+            sums_2A = sums_2A - sums_2A.detach() + self.sequence_ranks.summed(sums_2A.detach())
+        return sums_2A[0], sums_2A[1]
 
     @contextmanager
     def _logits_after_layers(

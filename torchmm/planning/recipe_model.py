@@ -24,10 +24,12 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
     """
     new_tokens = read_new_tokens(recipe.model)
     model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters, new_tokens)
-    if recipe.model.chunked_loss is None and recipe.training.dtype == "bfloat16":
+    training = recipe.training
+    is_chunked = training.dtype == "bfloat16" and training.loss == "cross_entropy"
+    if recipe.model.chunked_loss is None and is_chunked:
         model.llm.chunk_sharded_loss()
     validation = recipe.validation
-    longest = recipe.training.sequence_length
+    longest = training.sequence_length
     longest += validation.max_new_tokens if validation.num_samples else 0
     if problem := model.llm.rotary_limits.problem(longest):
         raise ConfigError(f"[model] training.sequence_length is too large: {problem}")

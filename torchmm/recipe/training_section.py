@@ -186,6 +186,9 @@ class TrainingConfig(Section):
     accumulated."""
     sequence_length: int = Field(default=1024, ge=8)
     """Number of tokens of a packed sequence. Longer samples are truncated."""
+    loss: Literal["cross_entropy", "preference"] = "cross_entropy"
+    """Loss of the text. "preference" compares a chosen and a rejected answer (DPO), with the
+    settings of `[preference]`. See docs/guides/preference_tuning.md."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Label smoothing of the text loss: the probability that each target divides among all tokens
     of the vocabulary. `loss` and `validation_loss` remain cross entropies, and `loss_smoothed` is

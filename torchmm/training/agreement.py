@@ -29,7 +29,7 @@ class StepTotals(NamedTuple):
     """Sums of a step over all ranks, known before the step begins."""
 
     targets: float
-    """Target tokens of the text loss in the global batch."""
+    """Target tokens, or preference pairs, of the text loss in the global batch."""
     images: float
     """Images to generate in the global batch."""
     samples: int
@@ -78,7 +78,7 @@ def _sum_over_ranks(
     """
     microbatches = [] if batch is None else batch.microbatches
     local = [
-        sum(m.target_count for m in microbatches),
+        sum(m.loss_count for m in microbatches),
         sum(m.generated_count for m in microbatches),
         sum(len(m.meta.samples) for m in microbatches),
         0 if batch is None else len(batch.skipped),

@@ -78,8 +78,8 @@ METRICS: Mapping[str, Metric] = {
         "0 during the first pass, in which their length is unknown."),
     "loss": Metric(
         "train", "nats",
-        "Mean loss per target token of the global batch. With a generator: weighted sum of "
-        "`loss_text` and `loss_image`.",
+        "Mean loss per target token of the global batch, or per preference pair. With a "
+        "generator: weighted sum of `loss_text` and `loss_image`.",
         progress_format="loss {:.4f}"),
     "loss_text": Metric(
         "train", "nats", "With a generator: mean loss per target token of the text.",
@@ -100,6 +100,13 @@ METRICS: Mapping[str, Metric] = {
     "loss_z": Metric(
         "train", "", "With `training.z_loss`: mean z-loss per target token.",
         nullable=True),
+    "preference": Metric(
+        "train", "",
+        'With `training.loss` = "preference": means over the pairs of the step, with the names of '
+        "TRL. `rewards/chosen` and `rewards/rejected` are the scores of the answers times `beta`, "
+        "`rewards/margins` is their difference, and `rewards/accuracies` the fraction of pairs "
+        "whose chosen answer has the larger reward.",
+        dict, nullable=True),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
         nullable=True, progress_format="held-out loss {:.4f}"),

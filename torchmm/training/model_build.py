@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import find_entries
 from torchmm.common.log import report_progress
 from torchmm.common.module_names import LLM
 from torchmm.data.media.preprocessors import open_media
@@ -154,6 +155,9 @@ def materialize_stages(
 ) -> tuple[Pipeline, Compilation]:
     """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
 
+    Functions of the table "loaded_models" receive the resolved recipe, the model and the pipeline.
+    They run before a checkpoint is loaded, so that the parameters have their initial values.
+
     Returns:
         The pipeline of this rank and its compiled layers.
     """
@@ -191,6 +195,9 @@ def materialize_stages(
         dtype,
         exchange,
     )
+    for entry in find_entries("loaded_models"):
+        if entry.is_used(run):
+            entry.load()(run, model, pipeline)
     return pipeline, compilation
 
 

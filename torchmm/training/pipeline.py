@@ -64,6 +64,7 @@ from torchmm.pipelining.run.pixel_exchange import PixelExchange, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.split import split_model_for_rank
 from torchmm.pipelining.run.stage import (
+    AnswerStage,
     LatentDecodeStage,
     LlmStage,
     PipelineStage,
@@ -73,6 +74,9 @@ from torchmm.pipelining.run.stage import (
 )
 from torchmm.planning.step import Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
+
+LossInputs = Callable[[Sequence[Microbatch]], Sequence[Microbatch]]
+"""Function that returns microbatches with further inputs of the loss. It may communicate."""
 
 
 def unsplit_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
@@ -155,12 +159,15 @@ class Pipeline:
         sequences, because tests do not cover these cases.
         """
         self.rotary_limits = model.llm.rotary_limits
+        self.add_loss_inputs: LossInputs = list
+        """Function that adds inputs of the loss to the microbatches of each step."""
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
         interleave = None
         if mesh.layer_hooks is not None:
             interleave = partial(load_entry("action_runners", "launches"), mesh.layer_hooks)
         self._runtime = runtime(stages, interleave=interleave)
         self._text_runtime = runtime(_text_generation_stages(stages))
+        self._answer_runtime = runtime(_answer_stages(stages))
         self._velocity_runtime = runtime(_image_generation_stages(stages, VelocityStage))
         self._decode_runtime = runtime(_image_generation_stages(stages, LatentDecodeStage))
 
@@ -242,6 +249,7 @@ class Pipeline:
             loss_scale: Factor of the summed losses in backward passes, or one factor per module.
             annotate: Whether to name each action in profiles.
         """
+        microbatches = self.add_loss_inputs(microbatches)
         used = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
             drop_unread_pixels(self._modules_with_pixels, m).to(self.device) if i in used else m
@@ -297,6 +305,7 @@ class Pipeline:
         Args:
             microbatches: Microbatches of this data-parallel rank, on the CPU.
         """
+        microbatches = self.add_loss_inputs(microbatches)
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
         moved = [part.to(self.device) for part in self._local_microbatches(plan, microbatches)]
         result = self._runtime.step(plan, moved)
@@ -304,6 +313,18 @@ class Pipeline:
         for (module, _), loss in sorted(result.module_losses.items()):
             by_module.setdefault(module, []).append(loss)
         return by_module
+
+    def answer_log_probs(self, microbatches: Sequence[Microbatch]) -> dict[int, torch.Tensor]:
+        """Return the log-probabilities (A,) of the answers by microbatch, without gradients.
+
+        The result is empty on ranks without the last LLM stage.
+
+        Args:
+            microbatches: Microbatches of preference pairs of this data-parallel rank, on the CPU.
+        """
+        plan = self.plan([m.task_meta for m in microbatches], purpose="losses")
+        moved = [part.to(self.device) for part in self._local_microbatches(plan, microbatches)]
+        return self._answer_runtime.step(plan, moved).losses_of("llm")
 
     @contextmanager
     def text_generation(self) -> Iterator[None]:
@@ -403,6 +424,16 @@ def _text_generation_stages(stages: Mapping[int, PipelineStage]) -> dict[int, Pi
         else stage
         for index, stage in stages.items()
     }
+
+
+def _answer_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """Return the stages with `AnswerStage` in place of the LLM stages."""
+    answer_stages = dict(stages)
+    for index, stage in stages.items():
+        if isinstance(stage, LlmStage):
+            answer_stages[index] = answer_stage = AnswerStage(stage.module, stage.sharding)
+            answer_stage.feature_exchange = stage.feature_exchange
+    return answer_stages
 
 
 def _image_generation_stages(

@@ -1,6 +1,7 @@
 """Forward and backward passes of one optimizer step on one rank.
 
-The text loss is the sum over target tokens divided by the number of targets of the global batch.
+The text loss is the sum over target tokens divided by the number of targets of the global batch, or
+the same with preference pairs instead of targets.
 The image loss is the sum over generated images divided by their number. Both are independent of the
 number of ranks, microbatches and stages. The training loss is their weighted sum.
 """

@@ -25,8 +25,8 @@ def held_out_losses(
 ) -> dict[str, Any]:
     """Return the mean losses over all held-out batches and ranks.
 
-    The loss of "llm" is the mean over target tokens, that of "generator" the mean over images.
-    With `source_losses`, "by_source" has the result of `SourceLosses.means`.
+    The loss of "llm" is the mean over target tokens or preference pairs, that of "generator" the
+    mean over images. With `source_losses`, "by_source" has the result of `SourceLosses.means`.
 
     Args:
         pipeline: Pipeline of this rank.
@@ -40,7 +40,7 @@ def held_out_losses(
         losses = pipeline.losses(batch.microbatches)
         for module, by_microbatch in losses.items():
             sums[module] += torch.stack(by_microbatch).sum()
-        targets += sum(m.target_count for m in batch.microbatches)
+        targets += sum(m.loss_count for m in batch.microbatches)
         images += sum(m.generated_count for m in batch.microbatches)
     # All ranks with the same samples count targets, but only one tensor-parallel group of them has
     # the losses of a module.

@@ -128,7 +128,7 @@ def parse_record(
         columns = {key: each for key, each in columns.items() if key != name}
         if not is_missing_file(value):
             generated = (TargetImageSegment(file_segment("image", value, record.root)),)
-    # Preference losses are not supported.
+    # The readers of pairs (`preference_pairs.py`) remove the columns of pairs.
     preferences = [name for name in _PREFERENCE_COLUMNS if not is_empty(columns.get(name))]
     label = columns.get("label")
     is_rating = isinstance(label, bool) or str(label).lower() in ("true", "false")
@@ -136,8 +136,9 @@ def parse_record(
         preferences.append("label")
     if preferences:
         raise CorruptSampleError(
-            f"column {preferences[0]} belongs to preference data, which is not supported; "
-            "keep only the preferred responses, in a column of another name"
+            f"column {preferences[0]} belongs to preference data; for pairs of a chosen and a "
+            'rejected answer, set training.loss = "preference"; otherwise keep only the preferred '
+            "responses, in a column of another name"
         )
     record = replace(record, columns=columns)
     content = detect_format(record).read(record)

@@ -40,6 +40,7 @@ from torchmm.data.sources.map_sources import (
     open_map_source,
     resolve_files,
 )
+from torchmm.data.sources.preference_pairs import has_pair, split_pair
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.source_options import MAX_CHECKED_RECORDS, warn_about_training_rows
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
@@ -300,7 +301,7 @@ def contains_chats(config: SourceConfig, data: DataConfig) -> bool | None:
                 if record is None:
                     return None
                 if isinstance(record, Record):
-                    return is_chat(record)
+                    return is_chat(split_pair(record)[0] if has_pair(record) else record)
     except (DataError, ConfigError, OSError):
         pass
     return None
@@ -323,5 +324,12 @@ def make_reader(
     """Return the reader of records. Arguments are those of `open_samples`."""
     seed = order_seed(training, validation)
     target_preprocessor = make_target_preprocessor(generator_spec, seed, data.max_image_pixels)
-    length = training.sequence_length
-    return SampleReader(data, length, text_spec, image_specs, tokenizer, target_preprocessor)
+    return SampleReader(
+        data,
+        training.sequence_length,
+        text_spec,
+        image_specs,
+        tokenizer,
+        target_preprocessor,
+        reads_pairs=training.loss == "preference",
+    )

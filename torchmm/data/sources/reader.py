@@ -52,6 +52,7 @@ from torchmm.data.record_formats.sample import (
     drop_target_images,
     limit_images,
 )
+from torchmm.data.sources.preference_pairs import split_pair
 from torchmm.data.target_images import NoiseKey, TargetImage, TargetImagePreprocessor
 from torchmm.recipe.data_section import DataConfig
 
@@ -101,6 +102,8 @@ class MeasuredSample:
     generated_files: list[bytes | FileSegment] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped items by description, for example `EXTRA_IMAGES`."""
+    chosen_tokens: int = 0
+    """See `SampleMeta.chosen_tokens`."""
 
 
 def count_placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
@@ -109,6 +112,47 @@ def count_placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]
         file.placeholders if isinstance(file, Tile) else image.tokens
         for file, image in zip(files, images, strict=True)
     ]
+
+
+def join_answers(
+    chosen: MeasuredSample, rejected: MeasuredSample, sequence_length: int
+) -> MeasuredSample:
+    """Return a preference pair: the sample of the chosen answer, then that of the rejected answer.
+
+    Raises:
+        BeyondLimitError: The pair does not fit into a sequence. Truncated answers are not compared.
+        CorruptSampleError: The answers have different images.
+    """
+    first = chosen.text
+    second = rejected.text
+    tokens = len(first.ids), len(second.ids)
+    if first.truncated or second.truncated or sum(tokens) > sequence_length:
+        raise BeyondLimitError(
+            "preference pairs beyond training.sequence_length",
+            f"the chosen and the rejected answer have {tokens[0]:,} and {tokens[1]:,} tokens with "
+            f"the prompt, but training.sequence_length = {sequence_length:,}; raise it, or shorten "
+            "the prompt",
+        )
+    if chosen.images != rejected.images:
+        raise CorruptSampleError(
+            f"the chosen answer has {len(chosen.images)} images with the prompt, and the rejected "
+            f"answer {len(rejected.images)} or other sizes; move all images to the prompt"
+        )
+    text = EncodedSample(
+        first.ids + second.ids,
+        # The first token of a segment is not a target.
+        [*first.loss, False, *second.loss[1:]],
+        [*first.image_starts, *(tokens[0] + start for start in second.image_starts)],
+        token_offsets=first.token_offsets
+        | {len(first.image_starts) + n: offsets for n, offsets in second.token_offsets.items()},
+    )
+    return MeasuredSample(
+        text,
+        chosen.images + rejected.images,
+        chosen.files + rejected.files,
+        dropped=chosen.dropped,
+        chosen_tokens=tokens[0],
+    )
 
 
 class SampleReader:
@@ -122,6 +166,7 @@ class SampleReader:
             image and video, and all audio encoders each audio file. Unread files are omitted.
         tokenizer: Tokenizer of the LLM.
         target_preprocessor: Preprocessor of target images. If None, they are omitted.
+        reads_pairs: Whether records are preference pairs.
 
     Raises:
         ConfigError: The processor of an encoder does not match, or there is no placeholder token.
@@ -135,6 +180,8 @@ class SampleReader:
         image_specs: Mapping[str, ImageSpec],
         tokenizer: PreTrainedTokenizerBase,
         target_preprocessor: TargetImagePreprocessor | None = None,
+        *,
+        reads_pairs: bool = False,
     ) -> None:
         if image_specs and text_spec.image_token_id is None:
             raise ConfigError(
@@ -164,6 +211,7 @@ class SampleReader:
         budgets = (data.max_tiles_per_sample, data.max_tiles_per_sequence)
         self._max_tiles = min((b for b in budgets if b is not None), default=None)
         self.target_preprocessor = target_preprocessor
+        self.reads_pairs = reads_pairs
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
         self._frame_rate = data.video.fps
@@ -195,8 +243,18 @@ class SampleReader:
             CorruptSampleError: The sample cannot be used. The message has location and reason.
             BeyondLimitError: The sample is valid, but exceeds a limit.
         """
+        read_counter = read_counter or ReadCounter()
         with record_errors_at(record.location):
-            return self._read(record, index_meta, read_counter or ReadCounter())
+            if not self.reads_pairs:
+                return self._read(record, index_meta, read_counter)
+            answers = []
+            for number, answer in enumerate(split_pair(record)):
+                meta = index_meta
+                if meta is not None:
+                    count = len(meta.images) // 2
+                    meta = replace(meta, images=meta.images[number * count :][:count])
+                answers.append(self._read(answer, meta, read_counter))
+            return join_answers(answers[0], answers[1], self._text.sequence_length)
 
     def _read(
         self, record: Record, index_meta: SampleMeta | None, read_counter: ReadCounter
@@ -539,4 +597,5 @@ class SampleReader:
         """Return the metadata of sample `index` of the source `name`."""
         encoder = self.encoders[0] if sample.images and len(self.encoders) == 1 else None
         images, generated = tuple(sample.images), tuple(sample.generated)
-        return SampleMeta(name, index, len(sample.text.ids), images, encoder, generated)
+        tokens = len(sample.text.ids)
+        return SampleMeta(name, index, tokens, images, encoder, generated, sample.chosen_tokens)

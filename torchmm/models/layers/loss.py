@@ -145,20 +145,43 @@ def summed_cross_entropy(
         rows: List that receives the losses of the rows, if given.
         terms: Terms of the training loss, whose gradients the loss has.
     """
-    at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
-    if at_once or terms or _is_fused(logits_LV):  # chunks would not save memory
+    # Chunks would not save memory.
+    if _fits_at_once(logits_LV) or terms or _is_fused(logits_LV):
         return _cross_entropy(logits_LV, targets_L, rows, terms)
-    chunks = zip(logits_LV.split(CHUNK_TARGETS), targets_L.split(CHUNK_TARGETS), strict=True)
+    if rows is None:
+        return torch.stack(_losses_of_chunks(_cross_entropy, logits_LV, targets_L)).sum()
     # Backward recomputes each chunk, so that the losses of its rows are a result, not appended.
-    function = _cross_entropy if rows is None else _row_cross_entropies
-    losses = [
+    losses = _losses_of_chunks(_row_cross_entropies, logits_LV, targets_L)
+    rows += [loss.detach() for loss in losses]
+    return torch.stack([loss.sum() for loss in losses]).sum()
+
+
+def row_cross_entropies(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+    """Return the cross entropy of each row with its gradient, (L,), float32.
+
+    Args:
+        logits_LV: (L, V), logits.
+        targets_L: (L,), int64, token ids.
+    """
+    if _fits_at_once(logits_LV):
+        return _row_cross_entropies(logits_LV, targets_L)
+    return torch.cat(_losses_of_chunks(_row_cross_entropies, logits_LV, targets_L))
+
+
+def _fits_at_once(logits_LV: Tensor) -> bool:
+    """Return True if casting the logits to float32 in chunks would not save memory."""
+    return logits_LV.dtype == torch.float32 or len(logits_LV) <= CHUNK_TARGETS
+
+
+def _losses_of_chunks(
+    function: Callable[[Tensor, Tensor], Tensor], logits_LV: Tensor, targets_L: Tensor
+) -> list[Tensor]:
+    """Return the results of `function` for chunks of rows. Backward recomputes each chunk."""
+    chunks = zip(logits_LV.split(CHUNK_TARGETS), targets_L.split(CHUNK_TARGETS), strict=True)
+    return [
         checkpoint(function, logits, targets, use_reentrant=False, preserve_rng_state=False)
         for logits, targets in chunks
     ]
-    if rows is not None:
-        rows += [loss.detach() for loss in losses]
-        losses = [loss.sum() for loss in losses]
-    return torch.stack(losses).sum()
 
 
 def chunk_rows(vocabulary: int) -> int:

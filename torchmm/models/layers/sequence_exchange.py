@@ -58,6 +58,9 @@ class HeadExchange(Protocol):
 class SequenceRanks(Protocol):
     """The context-parallel ranks that share packed sequences, including this process."""
 
+    size: int
+    """Number of ranks."""
+
     def heads(self, tokens: int, ranks: int) -> HeadExchange | None:
         """Return the exchange of tokens for heads of a packed sequence.
 

@@ -317,6 +317,19 @@ class TextStage(LlmStage):
         return StageOutput((), self.module.logits(llm_batch, llm_inputs, last_B, self.cache))
 
 
+class AnswerStage(LlmStage):
+    """A stage of the LLM that returns log-probabilities of answers instead of the loss."""
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """Return hidden states, or the result of `LlmModule.answer_log_probs` if it is last."""
+        if not self.module.is_last:
+            return super().forward(task, inputs, microbatch, graph)
+        stage_inputs = self._stage_inputs(task, inputs, microbatch, graph)
+        return StageOutput((), self.module.answer_log_probs(*stage_inputs))
+
+
 class GeneratorStage(PipelineStage):
     """Consecutive layers of a generator. The last stage computes the loss."""
 

@@ -85,17 +85,18 @@ class WeightAverage:
             ]
             for parameter, average in self._averages.items():
                 local_tensor(parameter).copy_(local_tensor(average))
-        self._free_gathered()
+        free_gathered_parameters(self._model)
         try:
             yield
         finally:
             with torch.no_grad():
                 for value, before in saved:
                     value.copy_(before)
-            self._free_gathered()
+            free_gathered_parameters(self._model)
 
-    def _free_gathered(self) -> None:
-        """Free the all-gathered parameters of FSDP2, which have the previous values."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+
+def free_gathered_parameters(model: nn.Module) -> None:
+    """Free the all-gathered parameters of FSDP2, which have the previous values."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -102,7 +102,8 @@ class ShardSizes(NamedTuple):
     videos and audio files `images_M[starts_N1[n] : starts_N1[n + 1]]`. Each is the index of a row
     of `sizes_D9`: (width_px, height_px, patches, tokens, frames, encoder, duration_ms,
     frame_pixels, rows), where the encoder is its index in the model. Target images have the same
-    structure, with rows (frames, rows, columns, context).
+    structure, with rows (frames, rows, columns, context). `chosen_N` has the sizes
+    `SampleMeta.chosen_tokens` of preference pairs, and is empty otherwise.
     """
 
     tokens_N: np.ndarray
@@ -112,6 +113,7 @@ class ShardSizes(NamedTuple):
     drawn_starts_N1: np.ndarray
     drawn_M: np.ndarray
     drawn_D4: np.ndarray
+    chosen_N: np.ndarray = np.zeros(0, "<u4")
 
     def tiles_N(self) -> np.ndarray:
         """Return the number of images and tiles of each sample, without audio and video frames."""
@@ -172,7 +174,8 @@ class ShardSizes(NamedTuple):
         generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in target_metas)
         encoder = encoders[0] if images and not several else None
         tokens = int(self.tokens_N[offset])
-        return SampleMeta(source, first + offset, tokens, images, encoder, generated)
+        chosen = int(self.chosen_N[offset]) if len(self.chosen_N) else 0
+        return SampleMeta(source, first + offset, tokens, images, encoder, generated, chosen)
 
 
 class LengthIndex:
@@ -372,6 +375,8 @@ def cache_key(
     }
     if config.files is not None:
         parts["files"] = config.files
+    if reader.reads_pairs:
+        parts["pairs"] = True
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

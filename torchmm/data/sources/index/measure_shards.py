@@ -85,6 +85,7 @@ def measure_shard(
         on_progress: Called after each record with the number of measured records.
     """
     tokens: list[int] = []
+    chosen: list[int] = []
     images = _DistinctRows(9)
     target_images = _DistinctRows(4)
     reasons: dict[int, str] = {}
@@ -105,12 +106,18 @@ def measure_shard(
             reasons[offset] = str(error)
         digest.add(sample)
         tokens.append(len(sample.text.ids) if sample else 0)
+        chosen.append(sample.chosen_tokens if sample else 0)
         images.add(
             [_image_row(image, reader.encoders) for image in sample.images] if sample else []
         )
         target_images.add([(*g.grid_thw, g.context) for g in sample.generated] if sample else [])
         on_progress(offset + 1)
-    sizes = ShardSizes(np.array(tokens, "<u4"), *images.arrays(), *target_images.arrays())
+    sizes = ShardSizes(
+        np.array(tokens, "<u4"),
+        *images.arrays(),
+        *target_images.arrays(),
+        np.array(chosen if reader.reads_pairs else [], "<u4"),
+    )
     data, arrays = serialize_sizes(sizes)
     usable = [count for count in tokens if count]
     shard = Shard(

@@ -187,7 +187,15 @@ class Inspector:
         )
         spec = model.text_spec(tokenizer)
         self._reader, self._unlimited_reader = (
-            SampleReader(recipe.data, length, spec, model.image_specs(), tokenizer, drawings)
+            SampleReader(
+                recipe.data,
+                length,
+                spec,
+                model.image_specs(),
+                tokenizer,
+                drawings,
+                reads_pairs=recipe.training.loss == "preference",
+            )
             for length in (self._length, UNLIMITED_TOKENS)
         )
 
@@ -248,7 +256,8 @@ class Inspector:
         try:
             if isinstance(record, CorruptSampleError):
                 raise record
-            record_format = detect_format_name(record)
+            is_pair = self._reader.reads_pairs
+            record_format = "preference pair" if is_pair else detect_format_name(record)
             sample = self._reader.read(record)
             untruncated = self._unlimited_reader.read(record) if sample.text.truncated else sample
             if self._decode:
