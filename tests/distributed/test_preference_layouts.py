@@ -15,6 +15,7 @@ LAYOUTS = {
     "pipeline": {"parallel__pipeline": 2},
     "tensor": {"parallel__tensor": 2, "parallel__shard": 1},
     "context": {"parallel__llm__context": 2},
+    "dynamic context": {"parallel__llm__context": 2, "parallel__llm__dynamic_context": "true"},
     "balanced images": {"parallel__replicate": 2, "data__balance": "images"},
     "compiled": {"compile__enabled": "true"},
     "disaggregated": {
