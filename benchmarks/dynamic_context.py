@@ -296,7 +296,7 @@ def main() -> None:
     for case in CASES[:1] if quick else CASES:
         model = Model(case)
         for mixture in ("captions", "skewed"):
-            rows += rows_of(case, mixture, 1 if quick else 4, model)
+            rows += rows_of(case, mixture, 1 if quick else 2, model)
     machine = describe_machine(torch.device("cpu"))
     report(f"Dynamic context parallelism, seed {SEED}; {machine}", rows, arguments.json)
 

@@ -8,7 +8,7 @@ import functools
 import json
 
 import pytest
-from data_cases import encode
+from data_cases import encode, write_parquet
 from model_cases import COMPOSITES
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from torchmm.common.batch import TextSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.record_formats.sample import Record, SampleOptions
+from torchmm.data.sources.map_sources import open_map_source
 from torchmm.data.sources.reader import SampleReader
 from torchmm.models.build import build_model
-from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 BOX_TOKENS = ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"]
@@ -243,6 +244,20 @@ def test_boxes_of_several_images_use_their_sizes(answer):
     assert answer(record, "qwen3_vl") == "[156, 104, 500, 500] [50, 50, 500, 500] [1000, 1000]"
     record["objects"]["image_id"] = []
     assert answer(grounding(BOX, images=images, question="<image><image>")) == "[101, 50, 322, 238]"
+
+
+def test_parquet_source_has_boxes(tmp_path, make_reader, box_tokenizer):
+    first = grounding(BOX, ref=None, image_id=None)
+    second = grounding(BOX, [100, 50], bbox_type="real", image_id=[0, 0])
+    second["messages"][1]["content"] = '<bbox> <bbox> {"point_2d": [320, 240]}'
+    for record in (first, second):
+        record["images"] = [{"bytes": record["images"][0], "path": None}]
+    path = write_parquet(tmp_path / "set", [first, second])
+    source = open_map_source(SourceConfig(path=str(path), box_format="pixels"))
+    reader = make_reader("qwen2_5_vl")
+    texts = [loss_text(box_tokenizer, reader.read(source.read(i))) for i in (0, 1)]
+    box = "[101, 50, 322, 238]"
+    assert texts == [f"{box}</s>", f'{box} [101, 50] {{"point_2d": [322, 238]}}</s>']
 
 
 def test_boxes_refer_to_upright_image(answer):
