@@ -225,7 +225,7 @@ def sort_segments(microbatch: Microbatch, order: Sequence[int]) -> Microbatch:
         answers_T=None if answers_T is None else answers_T[source_T],
         cu_seqlens=[0, *accumulate(starts[i + 1] - starts[i] for i in order)],
         encoders=encoders,
-        target_positions_L=None,
+        target_positions_L=None,  # type: ignore[arg-type]  # computed from the targets
     )
 
 

@@ -446,7 +446,7 @@ class _RegularizedCrossEntropy(torch.autograd.Function):
         gradient_LV = logits_LV.detach() if ctx.is_fused else logits_LV.clone()
         write = _compiled(_write_regularized) if ctx.is_fused else _write_regularized
         for part in zip(*_row_chunks(ctx.is_fused, gradient_LV, *rows), strict=True):
-            write(*part, factor, *ctx.shares)
+            write(*(*part, factor, *ctx.shares))
         return gradient_LV, None, None, None, None
 
 
