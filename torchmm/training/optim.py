@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchmm.models.hf.load import local_slices
+from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
@@ -195,7 +196,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-def frozen_token_rows(model: MultimodalModel) -> list[tuple[nn.Parameter, Tensor]]:
+def frozen_token_rows(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the embedding and the head of this rank if only some of their rows are trained.
 
     Rows without gradients and without weight decay keep their values.
@@ -203,15 +204,16 @@ def frozen_token_rows(model: MultimodalModel) -> list[tuple[nn.Parameter, Tensor
     Returns:
         Pairs of a parameter and the flags (V, 1) of its local rows that are frozen.
     """
-    names = model.llm.token_weights
-    parameters = [p for name, p in model.llm.named_parameters() if name in names]
     pairs = []
-    for parameter in parameters:
-        rows = local_slices(parameter)[0]
-        ids = [i - rows.start for i in model.llm.trained_token_ids if rows.start <= i < rows.stop]
-        is_frozen_V1 = torch.ones(rows.stop - rows.start, 1, dtype=torch.bool)
-        is_frozen_V1[ids] = False
-        pairs.append((parameter, is_frozen_V1.to(parameter.device)))
+    for llm in model.modules():
+        if not isinstance(llm, LlmModule):
+            continue
+        for parameter in (p for n, p in llm.named_parameters() if n in llm.token_weights):
+            rows = local_slices(parameter)[0]
+            ids = [i - rows.start for i in llm.trained_token_ids if rows.start <= i < rows.stop]
+            is_frozen_V1 = torch.ones(rows.stop - rows.start, 1, dtype=torch.bool)
+            is_frozen_V1[ids] = False
+            pairs.append((parameter, is_frozen_V1.to(parameter.device)))
     return pairs
 
 
