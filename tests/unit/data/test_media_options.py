@@ -234,7 +234,7 @@ def test_empty_time_range_is_corrupt() -> None:
 
 @pytest.mark.parametrize("count", [4, 5, 1])
 def test_frame_list_matches_hugging_face_patches(count: int) -> None:
-    """All frames are used. The last one is repeated in an incomplete patch, as in Qwen."""
+    """Check that the last frame is repeated in an incomplete patch, as in Qwen."""
     x_FCHW = noise(count, 24, 16)
     images = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
     medium = media(min_frames=8)

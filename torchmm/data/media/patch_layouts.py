@@ -140,6 +140,7 @@ class MergedLayout(PatchLayout):
     def size_with_options(
         self, width_px: int, height_px: int, limit_px: int, options: MediaOptions
     ) -> tuple[int, int] | None:
+        """Return (height, width) by the rules of `qwen_vl_utils`."""
         side = self.token_px
         if options.resized_height is not None and options.resized_width is not None:
             limits = (tokens * side**2 for tokens in RESIZED_TOKENS)
@@ -177,6 +178,7 @@ class FramedLayout(MergedLayout):
     def size_with_options(
         self, width_px: int, height_px: int, limit_px: int, options: MediaOptions
     ) -> tuple[int, int] | None:
+        """Return None, because limits of GLM count all frames of a patch."""
         return None
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:

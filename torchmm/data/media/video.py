@@ -171,13 +171,16 @@ class FrameFiles(Video):
         return b"".join(self._read(frame) for frame in sorted(self._selected_frames))
 
     def check_files(self) -> None:
+        """Raise CorruptSampleError if the header of a selected frame is not valid."""
         for frame in self._selected_frames:
             self._open(frame)
 
     def frame_time_s(self, frame: int) -> float:
+        """Return the time of a frame in seconds."""
         return frame / self.frame_rate
 
     def decode(self, frames: Sequence[int]) -> list[Image.Image]:
+        """Decode frames to upright RGB images. May raise CorruptSampleError."""
         return [self._open(frame).rgb() for frame in frames]
 
     def _open(self, frame: int) -> OpenedImage:
@@ -240,9 +243,11 @@ class VideoFile(Video):
         return self._data
 
     def frame_time_s(self, frame: int) -> float:
+        """Return the time of a frame in seconds after the first frame."""
         return float((self._times[frame] - self._times[0]) * self._unit_s)
 
     def decode(self, frames: Sequence[int]) -> list[Image.Image]:
+        """Decode frames to upright RGB images. See `Video.decode`."""
         times = [self._times[number] for number in frames]
         decoded = self._decode(times, seek=True)
         if [time for time, _ in decoded] != times:  # seeking fails in some files
@@ -250,6 +255,7 @@ class VideoFile(Video):
         return [image for _, image in decoded]
 
     def audio(self, start_s: float | None, end_s: float | None) -> bytes | None:
+        """Return the audio track as a WAVE file. See `Video.audio`."""
         import av  # noqa: PLC0415 - an extra
 
         with self._open_stream() as (container, _):
