@@ -53,10 +53,10 @@ def test_notebook_runs_and_reduces_loss(tmp_path, real_data):
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     run = tmp_path / "outputs" / "my_model"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in metrics if "loss" in line]
-    assert len(losses) == 30
+    losses = [line["loss"] for line in metrics]
+    assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
-    assert any("validation_loss" in line for line in metrics)
+    assert any(line["validation_loss"] is not None for line in metrics)
     assert (run / "hf" / "model.safetensors").exists()
     assert "my_images/2.png" in result.stdout
 
