@@ -13,15 +13,25 @@ from typing import Any
 
 import pytest
 from conftest import HERE, ROOT
+from transformers import AutoConfig, AutoTokenizer
 from transformers_4_cases import NAMES, SCALED, make_case
+from transformers_4_tokenizers import CLASSES, transformers_4_tokenizer
 from word_tokenizer import tokenizer
 
-from torchmm.models.hf.legacy_keys import LEGACY_VERSION, describe_versions
+from torchmm.models.hf.legacy_keys import LEGACY_VERSION, add_legacy_keys, describe_versions
 
 __all__ = ["tokenizer"]
 pytestmark = pytest.mark.campaign
 TOLERANCE = 1e-5
 SUPPORTED = f"Use transformers {LEGACY_VERSION}, or"
+TEXTS = [
+    "a cat on the mat",
+    " <image>red",
+    "<|im_start|>user\nwhat is it?<|im_end|>",
+    "",
+    "héllo  wörld",
+]
+MESSAGES = [{"role": "user", "content": "a cat"}]
 OMNI = "qwen2_5_omni"
 """Model with equal logits that is not supported, because audio in videos was not compared."""
 
@@ -89,3 +99,31 @@ def test_export_without_legacy_keys_has_other_logits(
     assert answer["error_of_logits"] > 1e-3
     assert describe_versions(config.parent).endswith("rope_parameters of qwen3.")
     assert exports["llm qwen3"][1]["error_of_logits"] < TOLERANCE
+
+
+def test_tokenizers_return_equal_ids(tmp_path: Path, run_program) -> None:
+    made = {
+        f"{name} {adds_bos}": transformers_4_tokenizer(name, adds_bos)
+        for name in ("PreTrainedTokenizerFast", *CLASSES)
+        for adds_bos in (True, False)
+    }
+    jobs = []
+    for i, (name, saved) in enumerate(made.items()):
+        directory = tmp_path / str(i)
+        AutoConfig.for_model("llama").save_pretrained(directory)
+        saved.save_pretrained(directory)
+        add_legacy_keys(directory, saved)
+        job = {"family": name, "directory": str(directory), "texts": TEXTS, "messages": MESSAGES}
+        jobs.append(job)
+    answers = run_program(jobs)
+    for job, (name, saved) in zip(jobs, made.items(), strict=True):
+        expected = {
+            "ids": [saved(text).input_ids for text in TEXTS],
+            "special": sorted(saved.all_special_tokens),
+            "eos": saved.eos_token_id,
+            "length": len(saved),
+            "rendered": saved.apply_chat_template(MESSAGES, tokenize=False),
+        }
+        assert answers[name] == expected, name
+        reloaded = AutoTokenizer.from_pretrained(job["directory"])
+        assert [reloaded(text).input_ids for text in TEXTS] == expected["ids"], name

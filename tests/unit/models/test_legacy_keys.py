@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from model_cases import COMPOSITES, LLMS, build, composite_config
 from transformers import AutoConfig, AutoTokenizer
+from transformers_4_tokenizers import transformers_4_tokenizer
 
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.legacy_keys import (
@@ -42,10 +43,10 @@ def tables(settings: dict) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("config", [*LLMS.values(), *COMPOSITES.values()])
-def test_both_spellings_have_equal_values(config: dict, tmp_path: Path) -> None:
+def test_both_spellings_have_equal_values(config: dict, tmp_path: Path, tokenizer) -> None:
     AutoConfig.for_model(**copy.deepcopy(config)).save_pretrained(tmp_path)
     before = AutoConfig.from_pretrained(tmp_path).to_dict()
-    add_legacy_keys(tmp_path)
+    add_legacy_keys(tmp_path, tokenizer)
     after = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert without_legacy_keys(after) == without_legacy_keys(before)
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -82,10 +83,12 @@ def test_both_spellings_have_equal_values(config: dict, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_versions_depend_on_model_types(name: str, versions: str, tmp_path: Path) -> None:
+def test_versions_depend_on_model_types(
+    name: str, versions: str, tmp_path: Path, tokenizer
+) -> None:
     config = copy.deepcopy({**LLMS, **COMPOSITES}[name])
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
-    add_legacy_keys(tmp_path)
+    add_legacy_keys(tmp_path, tokenizer)
     assert describe_versions(tmp_path) == versions
 
 
@@ -154,3 +157,16 @@ def test_tokenizer_class_exists_in_both_versions(tmp_path: Path, tokenizer) -> N
     assert reloaded.get_vocab() == tokenizer.get_vocab()
     assert reloaded.all_special_ids == tokenizer.all_special_ids
     assert reloaded("w5 <image> w6").input_ids == tokenizer("w5 <image> w6").input_ids
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_begin_and_end_tokens_are_explicit(adds_bos: bool, tmp_path: Path) -> None:
+    """Classes such as LlamaTokenizer add the BOS token by default in transformers 4."""
+    made = transformers_4_tokenizer("LlamaTokenizer", adds_bos)
+    made.save_pretrained(tmp_path)
+    add_legacy_keys(tmp_path, made)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "LlamaTokenizer"
+    assert settings["add_bos_token"] is adds_bos and settings["add_eos_token"] is False
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert reloaded("a <image> b").input_ids == made("a <image> b").input_ids

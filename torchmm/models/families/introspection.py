@@ -216,9 +216,31 @@ _ENCODER_MECHANISMS = (
 )
 """Pairs (pattern of module names, description) for encoders and multimodal models."""
 
+_MERGES_INSIDE = "a merger of patches between encoder layers"
+_MULTIMODAL_MECHANISMS = {
+    "gemma4_unified": "patches and audio samples that enter the LLM without encoder layers",
+    "glm5_next": (
+        "several residual streams between layers, linear attention, an indexer that chooses which "
+        "tokens attend to which"
+    ),
+    "glm_ocr": "an encoder with norms of queries and keys and without learned positions",
+    "glmga": "image sizes that are multiples of patch_expand_factor",
+    "minicpm_ocr": _MERGES_INSIDE,
+    "minicpmv4_6": _MERGES_INSIDE,
+    "minicpmv4_7": _MERGES_INSIDE,
+    "nemotron_h_omni": "state-space (Mamba) layers, video patches of several frames",
+    "step3p7": (
+        "gated attention heads whose number differs between layers, convolutions with overlap "
+        "after the encoder"
+    ),
+}
+"""Mechanisms of multimodal models that module names do not show, by model type."""
+
 
 def find_mechanisms(config: PreTrainedConfig) -> list[str]:
-    """Return the unusual mechanisms of a model that its module names show."""
+    """Return the unusual mechanisms of a model, mostly those that its module names show."""
+    if known := _MULTIMODAL_MECHANISMS.get(config.model_type):
+        return [known]
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _encoder_mechanisms(config)
     mechanisms = []

@@ -208,7 +208,7 @@ def export_hf(
         else:
             _save_components_file(model, directory)
         for export in exports:
-            add_legacy_keys(export.directory)
+            add_legacy_keys(export.directory, tokenizer)
     if dist.is_initialized():
         dist.barrier()
 

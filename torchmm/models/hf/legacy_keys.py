@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig
+from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer_config.json"
 _LEGACY = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
@@ -50,22 +50,31 @@ _NEEDED_VERSIONS = {
 """Oldest version for model types that are in one config."""
 
 
-def add_legacy_keys(directory: Path) -> None:
-    """Add keys for transformers 4 to the files of a model and its tokenizer."""
+def add_legacy_keys(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add keys for transformers 4 to the files of a model and of a tokenizer, if they exist.
+
+    Args:
+        directory: Directory of the files.
+        tokenizer: Tokenizer that was saved.
+    """
     config = directory / CONFIG_NAME
     if config.is_file():
         settings = json.loads(config.read_text())
         legacy = _with_legacy_keys(settings)
         if settings.get("model_type") in CONFIG_MAPPING and _reads_same(settings, legacy):
             _write(config, legacy)
-    tokenizer = directory / TOKENIZER_FILE
-    if tokenizer.is_file():
-        settings = json.loads(tokenizer.read_text())
+    file = directory / TOKENIZER_FILE
+    if file.is_file():
+        settings = json.loads(file.read_text())
         if settings.get("tokenizer_class") == "TokenizersBackend":
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(settings.get("extra_special_tokens"), list):
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-        _write(tokenizer, settings)
+        # Version 5 reads this from tokenizer.json. Some classes of version 4 add BOS by default.
+        ids = tokenizer("a").input_ids
+        settings["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
+        settings["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
+        _write(file, settings)
 
 
 def describe_versions(directory: Path) -> str:
