@@ -3,8 +3,8 @@
     python benchmarks/dynamic_context.py [--quick] [--json FILE]
 
 The baseline is a fixed context-parallel degree: all `parallel.llm.context` ranks share every packed
-sequence. With `parallel.llm.dynamic_context`, smaller groups share complete samples. Both train on
-the same samples of a video mixture, with the same number of tokens per rank and microbatch.
+sequence. With `parallel.llm.dynamic_context`, smaller groups share complete samples. Both use the
+same samples of a video mixture, with the same number of tokens per rank and microbatch.
 
 Sequences are packed by best fit. The sequences of a step are sorted by cost, so that the ranks that
 wait for each other in FSDP2 have similar microbatches. The time of a microbatch is that of the
