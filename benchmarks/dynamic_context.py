@@ -40,7 +40,7 @@ from torchmm.common.sequence_slices import (
     segment_lengths,
 )
 from torchmm.costs.flops import sample_costs
-from torchmm.costs.sizes import encoder_sizes, llm_sizes, text_tokens
+from torchmm.costs.sizes import TaskSizes, encoder_sizes, llm_sizes, text_tokens
 from torchmm.data.steps.packing import pack_all
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -161,9 +161,9 @@ class Model:
 
     @staticmethod
     def _step_ms(
-        costs: CostModel, module: ModuleDescription, sizes: object, gradient: bool
+        costs: CostModel, module: ModuleDescription, sizes: TaskSizes, gradient: bool
     ) -> np.ndarray:
-        stage = costs.stage_costs(module, 0, len(module.layers), sizes, gradient)  # type: ignore[arg-type]
+        stage = costs.stage_costs(module, 0, len(module.layers), sizes, gradient)
         return stage.forward.total_ms + stage.backward.total_ms
 
 
