@@ -3,8 +3,8 @@
     python benchmarks/dynamic_context.py [--quick] [--json FILE]
 
 The baseline is a fixed context-parallel degree: all `parallel.llm.context` ranks share every packed
-sequence. With `parallel.llm.dynamic_context`, smaller groups share complete samples. Both train on
-the same samples of a video mixture, with the same number of tokens per rank and microbatch.
+sequence. With `parallel.llm.dynamic_context`, smaller groups share complete samples. Both use the
+same samples of a video mixture, with the same number of tokens per rank and microbatch.
 
 Sequences are packed by best fit. The sequences of a step are sorted by cost, so that the ranks that
 wait for each other in FSDP2 have similar microbatches. The time of a microbatch is that of the
@@ -40,7 +40,7 @@ from torchmm.common.sequence_slices import (
     segment_lengths,
 )
 from torchmm.costs.flops import sample_costs
-from torchmm.costs.sizes import encoder_sizes, llm_sizes, text_tokens
+from torchmm.costs.sizes import TaskSizes, encoder_sizes, llm_sizes, text_tokens
 from torchmm.data.steps.packing import pack_all
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved_recipe import resolve_recipe
@@ -161,9 +161,9 @@ class Model:
 
     @staticmethod
     def _step_ms(
-        costs: CostModel, module: ModuleDescription, sizes: object, gradient: bool
+        costs: CostModel, module: ModuleDescription, sizes: TaskSizes, gradient: bool
     ) -> np.ndarray:
-        stage = costs.stage_costs(module, 0, len(module.layers), sizes, gradient)  # type: ignore[arg-type]
+        stage = costs.stage_costs(module, 0, len(module.layers), sizes, gradient)
         return stage.forward.total_ms + stage.backward.total_ms
 
 
