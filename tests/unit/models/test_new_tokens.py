@@ -205,9 +205,7 @@ def microbatch_of(ids: list[int]) -> Microbatch:
     targets = [*ids[1:], IGNORE_TARGET]
     positions = torch.arange(len(ids))
     meta = MicrobatchMeta((), len(ids))
-    return Microbatch(
-        torch.tensor(ids), torch.tensor(targets), positions, [0, len(ids)], {}, meta
-    )
+    return Microbatch(torch.tensor(ids), torch.tensor(targets), positions, [0, len(ids)], {}, meta)
 
 
 IDS = [5, 65, 6, 64, 66, 7, 65]
