@@ -23,7 +23,7 @@ CHANGES = {
 
 @pytest.fixture
 def train(tmp_path, real_data, train_server):
-    """Return a function that trains on two ranks and returns the steps of the records."""
+    """Return a function that runs two ranks and returns the steps of the records."""
 
     def run(**changes):
         command = arguments(tmp_path / "run", real_data, **{**CHANGES, **changes})

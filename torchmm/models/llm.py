@@ -206,6 +206,7 @@ class LlmModule(LayeredModule):
         return module
 
     def stage_view(self, stage: StageRange) -> LayeredModule:
+        """Return a stage, which reads the loss settings of this module."""
         view = super().stage_view(stage)
         assert isinstance(view, LlmModule)
         view._view_of = (self,)
@@ -249,6 +250,7 @@ class LlmModule(LayeredModule):
 
     @property
     def token_weights(self) -> tuple[str, ...]:
+        """Names of embedding and head if only rows of new tokens are trained."""
         return (*self._tie.values(), *self._tie) if self.trained_token_ids else ()
 
     def tied_parameters(self) -> dict[str, str]:
