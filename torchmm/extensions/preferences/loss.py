@@ -51,11 +51,11 @@ class PreferenceLoss:
             loss_P = -logsigmoid(config.beta * (chosen_P - rejected_P) - margin)
         if torch.is_grad_enabled():
             rewards_A = config.beta * (means_A if config.loss_type == "simpo" else scores_A)
-            self._add_rewards(rewards_A.detach().view(-1, 2), has_targets_P)
+            self._add_rewards(rewards_A.detach(), has_targets_P)
         return (loss_P * has_targets_P).sum()
 
-    def _add_rewards(self, rewards_P2: Tensor, has_targets_P: Tensor) -> None:
-        chosen_P, rejected_P = rewards_P2.unbind(1)
+    def _add_rewards(self, rewards_A: Tensor, has_targets_P: Tensor) -> None:
+        chosen_P, rejected_P = rewards_A.view(-1, 2).unbind(1)
         is_larger_P = (chosen_P > rejected_P).float()
         values_4P = torch.stack([chosen_P, rejected_P, is_larger_P, torch.ones_like(chosen_P)])
         sums_4 = (values_4P * has_targets_P).sum(1)
