@@ -130,6 +130,12 @@ def test_preference_metrics_are_equal_in_layouts(train, single, layout):
     assert_equal(train(layout, 2, **LAYOUTS[layout]), single)
 
 
+def test_virtual_stages_have_the_loss_of_pairs(train):
+    layers = {"model__llm__config__num_hidden_layers": 4}
+    stages = {"parallel__pipeline": 2, "parallel__virtual_stages": 2}
+    assert_equal(train("virtual", 2, **layers, **stages), train("layers", **layers))
+
+
 @pytest.mark.parametrize("layout", ["shard", "pipeline", "tensor"])
 def test_preference_tuning_of_adapters_is_equal_in_layouts(train, single_lora, layout):
     assert_equal(train(f"{layout}_lora", 2, **LAYOUTS[layout], **LORA), single_lora)

@@ -358,18 +358,18 @@ class LlmModule(LayeredModule):
 
     def _loss(self, microbatch: Microbatch, inputs: StageInput) -> Tensor:
         """Return the loss summed over targets or preference pairs, a float32 scalar."""
-        if self.answer_loss is not None:
+        settings = self._view_of[0] if self._view_of else self
+        if settings.answer_loss is not None:
             log_probs_A, counts_A = self._answer_log_probs(microbatch, inputs)
             bits_A = microbatch.reference_bits_A
             reference_A = None if bits_A is None else bits_A.view(torch.float32)
-            loss = self.answer_loss(log_probs_A, counts_A, reference_A)
+            loss = settings.answer_loss(log_probs_A, counts_A, reference_A)
             # Ranks of a packed sequence share the loss, and each has the gradient of its targets.
             ranks = 1 if self.sequence_ranks is None else self.sequence_ranks.size
             return loss - loss.detach() + loss.detach() / ranks
         assert microbatch.answers_T is None, "preference pairs require `answer_loss`"
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        settings = self._view_of[0] if self._view_of else self
         source_losses = settings.source_losses
         terms = settings.loss_terms
         sources_T = microbatch.sources_T if source_losses else None
