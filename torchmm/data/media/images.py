@@ -338,9 +338,9 @@ class ImagePreprocessor:
             CorruptSampleError: The processor does not support the options.
         """
         if options.size_keys:
-            size = self._layout and self._layout.size_with_options(
-                width_px, height_px, limit_px, options
-            )
+            size = None
+            if self._layout is not None:
+                size = self._layout.size_with_options(width_px, height_px, limit_px, options)
             if size is None:
                 raise unsupported_options(self.spec, options, "resizes by different rules")
             limit_px = 0
