@@ -343,7 +343,8 @@ class ImagePreprocessor:
                 size = self._layout.size_with_options(width_px, height_px, limit_px, options)
             if size is None:
                 raise unsupported_options(self.spec, options, "resizes by different rules")
-            limit_px, side = 0, self.spec.patch_size_px
+            limit_px = 0
+            side = self.spec.patch_size_px
             grid = ImageGrid(size[0] // side, size[1] // side)
         else:
             grid = self.grid(width_px, height_px, limit_px)
@@ -356,7 +357,8 @@ class ImagePreprocessor:
         """Return the inputs of an RGB image, or of a frame of a video, in storage format."""
         if not meta.rows:
             return self.stored_pixels(image, meta.frame_pixels)
-        grid, side = self.grid_of(meta), self.spec.patch_size_px
+        grid = self.grid_of(meta)
+        side = self.spec.patch_size_px
         resized = image.resize((grid.columns * side, grid.rows * side), self.processor.resample)
         raw = RAW_SETTINGS if self.byte_values is not None else {}
         pixels = self._run_patches(resized, do_resize=False, **raw)

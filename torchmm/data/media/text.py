@@ -414,13 +414,15 @@ def mrope_positions(
     token = 0
     position: float = 0
     for block in blocks:
-        start, rows, columns = block.start, block.rows, block.columns
+        start = block.start
         positions_3L[:, token:start] = position + np.arange(start - token)
         position += start - token
         times = block.times()
         if not fractional:
             times = times.astype(np.int64)
-        grid = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
+        rows_R = np.arange(block.rows)
+        columns_C = np.arange(block.columns)
+        grid = np.meshgrid(times, rows_R, columns_C, indexing="ij")
         positions_3K = np.stack(grid).reshape(3, -1)
         token = start + positions_3K.shape[1]
         if block.is_audio is not None:
@@ -442,7 +444,7 @@ def mrope_positions(
             continue
         positions_3L[:, start:token] = position + positions_3K
         if clip_times == "sides":
-            position += max(rows, columns)
+            position += max(block.rows, block.columns)
         else:
             position = positions_3L[:, start:token].max() + 1
     positions_3L[:, token:] = position + np.arange(length - token)

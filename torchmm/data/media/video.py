@@ -125,7 +125,8 @@ class Video(ABC):
         Raises:
             CorruptSampleError: The range has no frame.
         """
-        first, stop = 0, self.frames
+        first = 0
+        stop = self.frames
         if start_s is not None:
             first = bisect_left(range(stop), start_s, key=self.frame_time_s)
         if end_s is not None:
@@ -471,7 +472,8 @@ class VideoMedia:
         Raises:
             CorruptSampleError: The video is shorter than the record requires.
         """
-        config, group = self._config, self._group
+        config = self._config
+        group = self._group
         span, duration_s = video.time_range(options.video_start, options.video_end)
         limit = self._max_frames(video)
         fps = options.fps or config.fps

@@ -146,7 +146,8 @@ def _check_option(kind: str, key: str, value: Any) -> Any:
     is_time = key in ("fps", "sample_fps", "video_start", "video_end")
     minimum = 0 if key.startswith("video_") else MIN_FRAME_RATE if is_time else 1
     if key == "use_audio_in_video":
-        valid, expected = isinstance(value, bool), "true or false"
+        valid = isinstance(value, bool)
+        expected = "true or false"
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         valid = is_number and minimum <= value < 1 << 31 and (is_time or value % 1 == 0)
