@@ -27,7 +27,7 @@ def logits_error(job: dict) -> dict[str, Any]:
         job["directory"], attn_implementation="eager", output_loading_info=True
     )
     accepted = inspect.signature(model.forward).parameters
-    saved = torch.load(job["inputs"], weights_only=False)
+    saved = torch.load(job["inputs"], weights_only=True)
     errors = []
     for sample, expected in zip(saved["samples"], saved["logits"], strict=True):
         inputs = {key: value for key, value in sample.items() if key in accepted}

@@ -102,7 +102,7 @@ def test_oldest_version_is_that_of_the_package() -> None:
     assert f"transformers>={OLDEST_VERSION},<5.24" in project["project"]["dependencies"]
 
 
-def test_bases_that_version_4_ignores_have_no_legacy_keys(tmp_path: Path, tokenizer) -> None:
+def test_bases_ignored_by_version_4_are_omitted(tmp_path: Path, tokenizer) -> None:
     rope = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
