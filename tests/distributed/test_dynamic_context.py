@@ -8,10 +8,9 @@ import pytest
 import torch
 from launch import run_distributed
 from microbatches import IMAGE_TOKENS, VOCAB
-from ports import free_port
 from test_context_parallel import LONGROPE
 from test_layouts import Case, _compare, compare_all
-from test_train import _train_all, run
+from test_train import run
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.common import sequence_slices
@@ -120,12 +119,6 @@ def test_dynamic_context_equals_single_process(cases):
 
 def _compare_and_record(cases):
     """Return the numbers of ranks that share a sequence with this rank, and the errors."""
-    sizes = _record_sizes()
-    return sizes, compare_all(cases)
-
-
-def _record_sizes():
-    """Return a set to which forward passes add the number of ranks that share a sequence."""
     original = ContextParallelRanks.heads
     sizes = set()
 
@@ -134,7 +127,7 @@ def _record_sizes():
         return original(self, tokens, ranks)
 
     ContextParallelRanks.heads = heads
-    return sizes
+    return sizes, compare_all(cases)
 
 
 def test_wrong_groups_change_gradients():
@@ -173,12 +166,6 @@ RUN = {
 }
 
 
-def _train_and_record(recipes, ports):
-    sizes = _record_sizes()
-    _train_all(recipes, ports)
-    return sizes
-
-
 @pytest.mark.slow
 def test_run_equals_single_process_and_resumes_exactly(tmp_path, real_data):
     one = {key: value for key, value in RUN.items() if not key.startswith("parallel")}
@@ -194,9 +181,7 @@ def test_run_equals_single_process_and_resumes_exactly(tmp_path, real_data):
         tiny_recipe(tmp_path / name, real_data, 2, **{**RUN, **evaluated, **saved, **steps})
         for name, steps in (("straight", {}), ("halves", {"training__steps": 2}))
     )
-    ports = [free_port(), free_port()]
-    for sizes in run_distributed(_train_and_record, 2, (straight, halves), ports):
-        assert sizes == {1, 2}
+    run(2, straight, halves)
     run(2, tiny_recipe(tmp_path / "halves", real_data, 2, **RUN, **evaluated, **saved))
     names = ("one", "straight", "halves")
     for single, two, resumed in zip(*(records(tmp_path / n) for n in names), strict=True):
