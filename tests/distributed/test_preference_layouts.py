@@ -13,6 +13,7 @@ LAYOUTS = {
     "replicate": {"parallel__replicate": 2},
     "shard": {"parallel__shard": 2},
     "pipeline": {"parallel__pipeline": 2},
+    "zero bubble": {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"},
     "tensor": {"parallel__tensor": 2, "parallel__shard": 1},
     "context": {"parallel__llm__context": 2},
     "dynamic context": {"parallel__llm__context": 2, "parallel__llm__dynamic_context": "true"},
@@ -23,6 +24,16 @@ LAYOUTS = {
         "parallel__vision__pipeline": 1,
         "parallel__llm__pipeline": 1,
     },
+}
+EXPERTS = {
+    f"model__llm__config__{key}": value
+    for key, value in {
+        "model_type": "qwen3_moe",
+        "head_dim": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }.items()
 }
 LORA = {"adapters__mine__modules": '["llm", "vision"]', "adapters__mine__rank": 4}
 METRICS = ("loss", "grad_norm", "validation_loss")
@@ -135,6 +146,10 @@ def test_streamed_pairs_start_from_loss_of_reference(train, changes):
     (record,) = train("stream", 2, data__sources=sources, training__steps=1, **LAYOUTS["replicate"])
     assert record["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert record["grad_norm"] > 0
+
+
+def test_experts_have_equal_metrics_on_two_ranks(train):
+    assert_equal(train("experts2", 2, **EXPERTS, parallel__expert=2), train("experts", **EXPERTS))
 
 
 def test_losses_without_reference_differ(train, single):
