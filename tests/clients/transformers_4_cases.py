@@ -137,7 +137,9 @@ def _with_other_bases(config: dict[str, Any]) -> dict[str, Any]:
     built = AutoConfig.for_model(**copy.deepcopy(config))
     for key in ("text_config", "vision_config"):
         part = getattr(built, key, None)
-        if key in changed and (key == "text_config" or part.model_type == "pixtral"):
+        if part is None or key not in changed:
+            continue
+        if key == "text_config" or part.model_type == "pixtral":
             _replace_bases(changed[key], part)
     _replace_bases(changed, built)
     return changed
