@@ -231,6 +231,50 @@ CAMPAIGNS = {
     "test_train_models.py::test_ranks_without_images_train_with_others[ddp]",
     "test_train_pipeline.py::test_averaged_weights_are_exported_and_validated",
     "test_video_equality.py::test_searched_video_plans_equal_single_process",
+    # Further layouts of losses, adapters and new tokens. One or two layouts of each run always.
+    *(
+        f"test_preference_layouts.py::test_preference_metrics_are_equal_in_layouts[{name}]"
+        for name in (
+            "replicate",
+            "zero bubble",
+            "context",
+            "balanced images",
+            "compiled",
+            "disaggregated",
+        )
+    ),
+    *(
+        f"test_preference_layouts.py::test_preference_tuning_of_adapters_is_equal_in_layouts[{name}]"
+        for name in ("shard", "tensor")
+    ),
+    "test_preference_layouts.py::test_virtual_stages_have_the_loss_of_pairs",
+    "test_preference_layouts.py::test_experts_have_equal_metrics_on_two_ranks",
+    "test_preference_layouts.py::test_simpo_is_equal_in_pipeline",
+    "test_preference_layouts.py::test_streamed_pairs_start_from_loss_of_reference",
+    *(
+        f"test_loss_term_layouts.py::test_terms_are_equal_in_layouts[{name}]"
+        for name in ("replicate", "shard", "pipeline", "tensor", "context")
+    ),
+    *(
+        f"test_losses_by_source.py::test_source_losses_are_equal_in_layouts[{name}]"
+        for name in ("replicate", "pipeline", "context")
+    ),
+    "test_train_early_stopping.py::test_early_stop_completes_run[shard]",
+    *(
+        f"test_train_new_tokens.py::test_new_tokens_are_equal_in_layouts[{name}]"
+        for name in ("adapters0-False", "adapters0-True", "adapters1-False")
+    ),
+    "test_train_new_tokens.py::test_padded_vocabulary_is_used_first",
+    *(
+        f"test_train_quantization.py::test_quantized_layouts_equal_one_process[{name}]"
+        for name in ("pipeline", "recomputed")
+    ),
+    *(
+        f"test_train_quantization.py::test_checkpoint_resumes_in_other_layout[{name}]"
+        for name in ("pipeline", "tensor")
+    ),
+    "test_dynamic_context.py::test_run_equals_single_process_and_resumes_exactly",
+    "test_notebook.py::test_notebook_runs_and_reduces_loss",
     "test_early_stop.py::test_early_signal_ends_blocked_c_code",
     "test_system_limits.py::test_small_shared_memory_warns_then_ends_run",
     "test_run_directory.py::test_disk_too_small_for_export",
