@@ -216,7 +216,7 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
-    yield from _check_data_extensions(recipe)
+    yield from _check_extensions(recipe)
     if data.video.min_frames > (max_frames := data.video.max_frames):
         text = (
             f"is above data.video.max_frames = {max_frames}; lower min_frames or raise max_frames"
@@ -266,8 +266,11 @@ def check_source_paths(recipe: Recipe) -> Problems:
                 yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
 
 
-def _check_data_extensions(recipe: Recipe) -> Problems:
-    """Yield sources, producers and stores that require an extension that is not installed."""
+def _check_extensions(recipe: Recipe) -> Problems:
+    """Yield sources, producers, stores and losses of an extension that is not installed."""
+    loss = recipe.training.loss
+    if loss != "cross_entropy":
+        yield from _check_entry("training.loss", loss, "loaded_models", loss, "preferences")
     data = recipe.data
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         for index, source in enumerate(sources):

@@ -316,6 +316,7 @@ def test_value_checks_name_key_and_fix(valid, arguments, key, text):
     [
         ("--optimizer.state_dtype int8", "optimizer.state_dtype", "low_precision"),
         ("--optimizer.offload true", "optimizer.offload", "low_precision"),
+        ("--training.loss preference", "training.loss", "preferences"),
         (
             "--training.dtype bfloat16 --training.parameter_dtype bfloat16",
             "training.parameter_dtype",
