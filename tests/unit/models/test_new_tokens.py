@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import needs_extension
 from model_cases import COMPOSITES, LLMS, relative_error
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -171,6 +172,7 @@ def test_frozen_llm_is_rejected(source):
         recipe_model(recipe_of(source(), freeze={"modules": ["llm"]}))
 
 
+@needs_extension("extensions.auto_models")
 def test_head_with_bias_is_rejected(source):
     phi = {**LLMS["llama"], "model_type": "phi", "num_key_value_heads": 4}
     model = {"llm": {"config": phi}, "tokenizer": str(source()), "new_tokens": NEW}
