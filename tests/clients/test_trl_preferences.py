@@ -98,7 +98,8 @@ def make_case(loss_type: str, directory: Path, data: Path, mesh: ParallelMesh) -
     pairs = []
     for number, (chosen, rejected) in enumerate(ANSWERS):
         picture = directory / f"{number}.png"
-        Image.fromarray(rng.integers(0, 255, (40, 48, 3), dtype=np.uint8)).save(picture)
+        # The size of the encoder input, because the programs resize with different libraries.
+        Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(picture)
         pairs.append(
             {
                 "picture": str(picture),
