@@ -30,6 +30,8 @@ def check_preference(recipe: Recipe, world_size: int | None) -> Problems:
         ("model.chunked_loss", recipe.model.chunked_loss, "set it to false"),
         ("data.producers", producers, "remove the section"),
         ("validation.num_samples", recipe.validation.num_samples, "set it to 0"),
+        ("training.label_smoothing", recipe.training.label_smoothing, "set it to 0"),
+        ("training.z_loss", recipe.training.z_loss, "set it to 0"),
     ]
     for name, value, fix in unsupported:
         if value:

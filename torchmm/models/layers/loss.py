@@ -444,9 +444,11 @@ class _RegularizedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_LV, *rows = ctx.saved_tensors
         gradient_LV = logits_LV.detach() if ctx.is_fused else logits_LV.clone()
-        write = _compiled(_write_regularized) if ctx.is_fused else _write_regularized
+        write: Callable[..., None] = _write_regularized
+        if ctx.is_fused:
+            write = _compiled(_write_regularized)
         for part in zip(*_row_chunks(ctx.is_fused, gradient_LV, *rows), strict=True):
-            write(*(*part, factor, *ctx.shares))
+            write(*part, factor, *ctx.shares)
         return gradient_LV, None, None, None, None
 
 

@@ -24,6 +24,8 @@ REJECTED = [
     (f"{USED} --preference.simpo_gamma=1.0", "simpo_gamma = 1.0: requires loss_type"),
     (f"{USED} --model.chunked_loss=true", "model.chunked_loss = true: is not supported"),
     (f"{USED} --data.producers.plan=true", "data.producers: is not supported"),
+    (f"{USED} --training.label_smoothing=0.1", "label_smoothing = 0.1: is not supported"),
+    (f"{USED} --training.z_loss=0.1", "training.z_loss = 0.1: is not supported"),
     (f"{USED} --preference.beta=0.0", "preference.beta"),
     (f"{USED} --preference.loss_type=kto", "preference.loss_type"),
     (
