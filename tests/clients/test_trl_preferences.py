@@ -97,12 +97,12 @@ def make_case(loss_type: str, directory: Path, data: Path, mesh: ParallelMesh) -
     rng = np.random.default_rng(0)
     pairs = []
     for number, (chosen, rejected) in enumerate(ANSWERS):
-        picture = directory / f"{number}.png"
+        image = directory / f"{number}.png"
         # The size of the encoder input, because the programs resize with different libraries.
-        Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(picture)
+        Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(image)
         pairs.append(
             {
-                "picture": str(picture),
+                "image": str(image),
                 "question": "What is this?",
                 "chosen": chosen,
                 "rejected": rejected,
@@ -140,7 +140,7 @@ def microbatches_of(model, tokenizer, directory: Path, pairs: list[dict]) -> lis
             name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")
         }
         prompt = [{"role": "user", "content": question}]
-        rows.append({"images": [Path(pair["picture"]).name], "prompt": prompt, **answers})
+        rows.append({"images": [Path(pair["image"]).name], "prompt": prompt, **answers})
     source = directory / "pairs.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loader = build_loader(

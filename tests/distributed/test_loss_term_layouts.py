@@ -5,7 +5,7 @@ import torch
 from launch import run_distributed
 from meshes import mesh_for
 from model_cases import LLMS, gradient_limit, loss_and_gradients, microbatch, relative_error
-from tiny_recipe import LLM, arguments, records
+from tiny_recipe import LLM, arguments, train_records
 from torch.distributed.tensor import DTensor
 
 from torchmm.models.build import build_model
@@ -119,9 +119,7 @@ def train(tmp_path_factory, real_data, train_server):
             LLM.strip("-").replace(".", "__") + "tie_word_embeddings": "false",
         }
         command = arguments(run_dir, real_data, **{**changes, **layout})
-        codes, output = train_server.run(command, run_dir.parent / "log", ranks)
-        assert codes == [0] * ranks, output
-        return records(run_dir)
+        return train_records(train_server, run_dir, command, ranks)
 
     return run
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_recipe import LLM, arguments, records
+from tiny_recipe import LLM, arguments, train_records
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -49,9 +49,7 @@ def train(tmp_path_factory, real_data, train_server, changes):
     def run(name, ranks, **layout):
         run_dir = tmp_path_factory.mktemp(name.replace(" ", "_")) / "run"
         command = arguments(run_dir, real_data, **changes, **layout)
-        codes, output = train_server.run(command, run_dir.parent / "log", ranks)
-        assert codes == [0] * ranks, output
-        return records(run_dir)
+        return train_records(train_server, run_dir, command, ranks)
 
     return run
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
+from train_server import TrainServer
 
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -74,6 +75,13 @@ def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
 def records(run_dir: Path) -> list[dict]:
     """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_records(server: TrainServer, run_dir: Path, command: list[str], ranks: int) -> list[dict]:
+    """Run a training command on ranks of a server, and return the records of its steps."""
+    codes, output = server.run(command, run_dir.parent / "log", ranks)
+    assert codes == [0] * ranks, output
+    return records(run_dir)
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def row(pair: dict) -> dict[str, Any]:
     prompt = message("user", pair["question"])
     prompt[0]["content"].insert(0, {"type": "image", "text": None})
     return {
-        "images": [Image.open(pair["picture"]).convert("RGB")],
+        "images": [Image.open(pair["image"]).convert("RGB")],
         "prompt": prompt,
         "chosen": message("assistant", pair["chosen"]),
         "rejected": message("assistant", pair["rejected"]),
