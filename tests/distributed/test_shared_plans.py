@@ -82,6 +82,7 @@ def run(searched_model: Searched, start: type | None) -> list:
     """Return the exact losses and gradients of all steps."""
     PLANNED.clear()
     step_process.MIN_BACKGROUND_MS = 1e9 if start is None else 1e-9
+    step_process.MIN_SAVED_MS = 0.0
     planner = BackgroundPlanner(
         searched_model.pipeline, None, searched_model.mesh, logging.getLogger("shared"),
         in_background=True, steps=STEPS, start=start or start_planning,

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, Literal, TypeVar
@@ -39,6 +40,11 @@ from torchmm.common.processes import (
 MIN_BACKGROUND_MS = 5.0
 """CPU time of a step in ms. If two consecutive steps take longer, a process computes later steps.
 For shorter steps, requests and answers would take as much time."""
+MIN_SAVED_MS = 10_000.0
+"""Minimum CPU time in ms that a process must save in the remaining steps.
+
+Starting a process delays a step by 3 to 6 s, because it imports torch again.
+"""
 EXIT_S = 5.0
 """Maximum time until a process that closed its connection or was killed has exited."""
 
@@ -273,12 +279,17 @@ class RestartingProcess(Generic[Answer]):
         self._process = self._start()
 
     @contextmanager
-    def compute_locally(self) -> Iterator[None]:
-        """Measure the CPU time of a step in this process, and start a process if it takes long."""
+    def compute_locally(self, remaining_steps: float = inf) -> Iterator[None]:
+        """Measure the CPU time of a step in this process, and start a process if it takes long.
+
+        Args:
+            remaining_steps: Number of further steps.
+        """
         begin_s = time.thread_time()
         yield
         cpu_ms = 1e3 * (time.thread_time() - begin_s)
-        is_slow = min(cpu_ms, self._last_cpu_ms) >= MIN_BACKGROUND_MS
+        lower_ms = min(cpu_ms, self._last_cpu_ms)
+        is_slow = lower_ms >= MIN_BACKGROUND_MS and lower_ms * remaining_steps >= MIN_SAVED_MS
         self._last_cpu_ms = cpu_ms
         if is_slow and not self.is_running and not self.is_lost and self._restart_after is None:
             self._logger.info(

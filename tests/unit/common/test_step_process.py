@@ -239,6 +239,17 @@ def test_process_without_result_in_time_is_terminated(caplog):
     assert "has not returned a step for 2 s; from now on" in caplog.text
 
 
+@pytest.mark.parametrize(("remaining_steps", "started"), [(100, False), (100_000, True)])
+def test_process_starts_if_enough_steps_remain(remaining_steps, started):
+    process = restarting(FakeProcesses(), 1)
+    for _ in range(2):
+        with process.compute_locally(remaining_steps):
+            end_s = time.thread_time() + 0.01
+            while time.thread_time() < end_s:
+                pass
+    assert process.is_running == started
+
+
 @pytest.mark.parametrize(("max_deaths", "started"), [(0, False), (1, True)])
 def test_process_starts_after_two_slow_steps(caplog, max_deaths, started):
     caplog.set_level(logging.INFO)

@@ -141,6 +141,7 @@ class LeaderUnderTest:
 
     def __init__(self, monkeypatch, name: str = "separated", **options) -> None:
         monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", options.pop("from_ms", 1e-9))
+        monkeypatch.setattr(step_process, "MIN_SAVED_MS", 0.0)
         self.processes: list[FakeProcess] = []
         self.setup = setup_of(name)
         self.leader = PlanLeader(

@@ -8,7 +8,7 @@ one, so a step gets the best plan so far:
 
 A search starts with orders of earlier steps (`warm_start`). It ends after its fraction of the step
 time, with a provably optimal order, or with the next request. Searched schedules always have a
-process. Other schedules get one if planning is slow.
+process. Other schedules get one if planning is slow and enough steps remain.
 
 If no plan arrives in time, or the step has changed (a sample was corrupt), the training process
 plans before the step. Static schedules get the same plan in both cases. A search before a step must
@@ -125,7 +125,7 @@ class PlanLeader:
         self._request(step + 1, upcoming, measured)
         if planned is not None and self._matches_step(planned, requested, current):
             return planned
-        with self._process.compute_locally():
+        with self._process.compute_locally(self._steps - step):
             return plan_synchronously(self.setup, current, self._budget(measured))
 
     def record_step(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
