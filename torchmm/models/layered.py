@@ -496,8 +496,11 @@ class LayeredModule(nn.Module, ABC):
         - "sequence": a norm or scale on sequence slices, under sequence parallelism.
         """
         styles = self._tensor_parallel_styles()
+        names = [n for n, module in self.named_modules() if not isinstance(module, SkippedLayer)]
         return {
-            pattern: style for pattern, style in styles.items() if self.matching_submodules(pattern)
+            pattern: style
+            for pattern, style in styles.items()
+            if any(map(_name_expression(pattern).fullmatch, names))
         }
 
     @property
@@ -530,7 +533,7 @@ class LayeredModule(nn.Module, ABC):
 
     def matching_submodules(self, pattern: str) -> list[nn.Module]:
         """Return the submodules of this stage whose name matches ("*" matches one name part)."""
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        expression = _name_expression(pattern)
         return [
             module
             for name, module in self.named_modules()
@@ -553,6 +556,11 @@ class LayeredModule(nn.Module, ABC):
         for target, source in self.tied_parameters().items():
             owner, _, leaf = target.rpartition(".")
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
+
+
+def _name_expression(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a name pattern, in which "*" matches one name part."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
 def _forward_flops(linears: LinearSizes) -> int:
