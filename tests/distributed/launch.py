@@ -11,7 +11,6 @@ stderr, which contains the tracebacks of all threads (faulthandler).
 import atexit
 import faulthandler
 import functools
-import gc
 import os
 import signal
 import subprocess
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
+from preload import preload_modules
 
 TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
 
@@ -97,9 +97,7 @@ def _warm_process() -> Connection:
 
 def serve(descriptor: int) -> None:
     """Run jobs sequentially: fork the ranks of each job and send their exits."""
-    import torchmm.training.run  # noqa: F401, PLC0415 - imported once for all ranks
-
-    gc.freeze()  # GC skips the 600,000 imported objects, so ranks share their memory pages
+    preload_modules()
     jobs = Connection(descriptor)
     with suppress(EOFError):
         while True:

@@ -15,7 +15,6 @@ except that of pyarrow's allocator, which supports forks.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import runpy
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ports import free_port
+from preload import preload_modules
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 CLIENT = Path(__file__).with_name("train_client.py")
@@ -157,9 +157,7 @@ class TrainServer:
 
 
 def _serve(address: str) -> None:
-    import torchmm.training.run  # noqa: F401, PLC0415 - import once for all ranks
-
-    gc.freeze()  # the garbage collector of ranks ignores imported objects
+    preload_modules()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the server does not wait for its watchers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
