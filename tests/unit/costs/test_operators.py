@@ -112,6 +112,9 @@ def test_devices_have_sources_and_known_values() -> None:
     for device in DEVICES.values():
         assert device.source
         assert device.node_bytes_per_s > device.network_bytes_per_s > 0
+        peaks = device.peak_flops
+        assert peaks["bfloat16"] >= peaks["float32"]
+        assert peaks.get("float8", 0) in (0, pytest.approx(2 * peaks["bfloat16"], rel=1e-3))
     h100, h800 = DEVICES["h100"], DEVICES["h800"]
     assert h100.peak_flops["bfloat16"] == 989.4e12
     assert (h100.node_bytes_per_s, h800.node_bytes_per_s) == (450e9, 200e9)

@@ -79,6 +79,10 @@ def test_images_with_large_metadata_are_read(kind):
     assert decode_rgb(long_header(kind, 2), LIMIT).size == (8, 8)
 
 
+def test_image_of_one_pixel_is_read():
+    assert decode_rgb(png(1, 1), LIMIT).size == (1, 1)
+
+
 @pytest.mark.parametrize("fmt", ["PNG", "WEBP", "BMP", "TIFF"])
 def test_pixels_are_excluded_from_header_limit(fmt, monkeypatch):
     monkeypatch.setattr("torchmm.data.media.images.MAX_HEADER_BYTES", 10_000)
