@@ -202,6 +202,7 @@ CASES = {
         Case(2, 1, shard=2, context=2, slices=2, tight=True),
     ],
 }  # fmt: skip
+PARTS = 5
 
 
 @pytest.mark.slow
@@ -209,12 +210,12 @@ CASES = {
     ("ranks", "part"),
     [
         (2, 0),
-        *(pytest.param(2, part, marks=pytest.mark.campaign) for part in (1, 2)),
-        *(pytest.param(4, part, marks=pytest.mark.campaign) for part in range(3)),
+        *(pytest.param(2, part, marks=pytest.mark.campaign) for part in range(1, PARTS)),
+        *(pytest.param(4, part, marks=pytest.mark.campaign) for part in range(PARTS)),
     ],
 )
 def test_colocated_encoders_equal_one_process(ranks, part):
-    cases = CASES[ranks][part::3]  # each test has a time limit
+    cases = CASES[ranks][part::PARTS]  # each test has a time limit
     outcomes = run_distributed(_compare_all, ranks, cases)
     for rank, results in enumerate(outcomes):
         assert len(results) == len(cases)

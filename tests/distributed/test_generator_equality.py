@@ -266,18 +266,18 @@ CASES = {
     "pp2": [
         Case("separated"),
         Case("zero_bubble", "LLM"),
-        Case("1f1b"),
         Case(
             "separated",
             parallel={"generator": {"segments": 2, "sub_microbatch_images": 1}},
             deep=True,
         ),
-        Case("interleaved_1f1b", virtual_stages=2, deep=True, latents="mean"),
         Case(latents="mean", wrong=True),
     ],
     "pp2, more": [
         *(Case("separated", f) for f in FREEZES if f != "nothing"),
         *(Case("zero_bubble", f) for f in ("nothing", "generator", "all but the encoder")),
+        Case("1f1b"),
+        Case("interleaved_1f1b", virtual_stages=2, deep=True, latents="mean"),
         Case("megatron"),
         Case("interleaved_1f1b", virtual_stages=2, deep=True),
         Case("separated", recompute="full"),

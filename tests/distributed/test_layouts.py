@@ -416,8 +416,10 @@ def test_layouts_equal_single_process(ranks, cases):
 
 
 @pytest.mark.slow
-def test_quantized_layouts_equal_decoded_weights() -> None:
-    for outcomes in zip(*run_distributed(compare_all, 2, QUANTIZED_CASES), strict=True):
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.campaign)])
+def test_quantized_layouts_equal_decoded_weights(part: int) -> None:
+    cases = QUANTIZED_CASES[part::2]
+    for outcomes in zip(*run_distributed(compare_all, 2, cases), strict=True):
         for name, loss_error, norm_error, gradient_errors in outcomes:
             assert loss_error <= 1e-5, (name, loss_error)
             assert norm_error <= 1e-5, (name, norm_error)

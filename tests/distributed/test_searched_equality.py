@@ -21,7 +21,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.parallel_section import ParallelConfig
 
-BATCHES = 24
+BATCHES = 12
 LAYOUTS = {
     2: [{"pipeline": 2, "virtual_stages": 2}],
     4: [{"pipeline": 4}, {"pipeline": 2, "shard": 2}],
@@ -43,7 +43,7 @@ def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int
     searched_model = build_searched(layout, composite, evaluations=80)
     tolerance = TOLERANCES.get(composite, 1e-5)
     problems, searched, tuned = [], 0, 0
-    for seed in range(BATCHES // 4 if composite else BATCHES):
+    for seed in range(BATCHES // 2 if composite else BATCHES):
         speed = random.Random(seed)
         batch = batch_of(seed)
         if composite:

@@ -108,7 +108,12 @@ def assert_equal(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS])
-def test_new_tokens_are_equal_in_layouts(train, base, tied, adapters):
+@pytest.mark.parametrize(
+    "layouts",
+    [("tensor", "pipeline"), pytest.param(("shard", "context"), marks=pytest.mark.campaign)],
+    ids=" and ".join,
+)
+def test_new_tokens_are_equal_in_layouts(train, base, layouts, tied, adapters):
     source = base(tied=tied)
     name = f"{'tied' if tied else 'untied'}{'-low' if adapters else ''}"
     single = train(name, source, adapters=adapters)
@@ -121,7 +126,8 @@ def test_new_tokens_are_equal_in_layouts(train, base, tied, adapters):
         assert is_frozen == bool(adapters), weight
         mean = before[weight].mean(0)
         assert (after[weight][known:] - mean).norm(dim=1).min() > 1e-3
-    for layout, (ranks, sizes) in LAYOUTS.items():
+    for layout in layouts:
+        ranks, sizes = LAYOUTS[layout]
         assert_equal(
             train(f"{name}-{layout}", source, ranks, adapters=adapters, parallel=sizes), single
         )

@@ -20,6 +20,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,13 +165,18 @@ def markdown_texts(source: str) -> Iterator[Text]:
             yield Text(number, "words", strip_code(line))
 
 
+@lru_cache(maxsize=1)
+def nodes_of(source: str) -> list[ast.AST]:
+    """Return the nodes of a module. Several checks walk over them."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def python_texts(source: str) -> Iterator[Text]:
     """Yield docstrings, comments and user-visible strings of a module."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(token.start[0], "words", strip_code(token.string))
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if isinstance(node.value.value, str):
                 for offset, line in enumerate(node.value.value.splitlines()):
@@ -218,9 +224,9 @@ def texts(path: str) -> list[Text]:
     return list(python_texts(source) if path.endswith(".py") else comment_texts(source))
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(nodes: list[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield functions whose docstrings begin with a verb: no properties and no tests."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
             if "property" not in decorators and not node.name.startswith("test_"):
@@ -229,8 +235,8 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 def docstring_hits(path: str) -> Iterator[tuple[str, Hit]]:
     """Yield function docstrings without a verb at the beginning, fragments, and long test names."""
-    tree = ast.parse((ROOT / path).read_text())
-    for node in functions(tree):
+    nodes = nodes_of((ROOT / path).read_text(encoding="utf-8", errors="replace"))
+    for node in functions(nodes):
         summary = (ast.get_docstring(node) or "").split("\n")[0]
         first = summary.split(" ")[0].rstrip(".,:;").lower()
         if summary and first not in VERBS:
@@ -238,7 +244,7 @@ def docstring_hits(path: str) -> Iterator[tuple[str, Hit]]:
                 "verbs",
                 Hit(f"{path}:{node.lineno}", summary[:60], 'start with a verb, such as "Return"'),
             )
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             first = (ast.get_docstring(node) or " ").split(" ")[0].rstrip(".,:;").lower()
             if first in NOT_FIRST:

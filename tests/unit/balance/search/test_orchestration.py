@@ -102,6 +102,13 @@ def test_open_sizes_are_planned_for_all_ranks(recipe):
     assert not planned.parallel.auto_sizes
     assert sum(unit.ranks for unit in resolved_unit_sizes(planned, 6).values()) == 6
     assert "6 = " in describe_run(open_recipe, 6)
+
+
+def test_unusable_number_of_ranks_is_rejected(recipe):
+    parallel = ParallelConfig(
+        placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
+    )
+    open_recipe = recipe.model_copy(update={"parallel": parallel})
     single_sample = open_recipe.model_copy(
         update={"training": open_recipe.training.model_copy(update={"global_batch_size": 1})}
     )

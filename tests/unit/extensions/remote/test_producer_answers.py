@@ -79,6 +79,8 @@ class Requested:
 
 def requests(site, spec):
     """Return microbatches with each kind of part, one of them with a corrupt sample."""
+    read, drawn = site.sources
+    site.sources = [read, drawn.model_copy(update={"weight": 0.2})]  # some sequences have none
     loader = site.loader(spec=spec)
     decoder = loader._decoder
     results = {}
