@@ -171,11 +171,15 @@ def find_changes(source: bytes, path: str) -> Iterator[Change]:  # noqa: C901
 
 
 def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree without annotations, and without what f-strings contain."""
+    """Yield the nodes of a tree without annotations, and without what f-strings contain.
+
+    `strict` arguments of `zip` are also excluded. They make no difference in correct programs.
+    """
     for field, value in ast.iter_fields(tree):
         if field not in ("annotation", "returns"):
             for node in value if isinstance(value, list) else [value]:
-                if isinstance(node, ast.AST) and not isinstance(node, ast.JoinedStr):
+                is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
+                if isinstance(node, ast.AST) and not (is_strict or isinstance(node, ast.JoinedStr)):
                     yield node
                     yield from _code_of(node)
 

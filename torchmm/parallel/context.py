@@ -254,6 +254,5 @@ def stage_boundary_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]
     return [
         f"[parallel.llm] context = {ranks}: {llm.name!r} adds image features after its first "
         f"{max(llm.deepstack_layers) + 1} layers, but its first stage ends with layer {first}; use "
-        "fewer "
-        "pipeline ranks or stages, or context = 1"
+        "fewer pipeline ranks or stages, or context = 1"
     ]

@@ -34,6 +34,7 @@ def states(model: MultimodalModel, **parallel: object) -> StateBytes:
         # A pipeline all-gathers its weights once per step.
         ({"pipeline": 2, "shard": 4}, 1 / 2, 1 / 2),
         ({"pipeline": 2, "shard": 4, "gradient_reduction": "microbatch"}, 1 / 2, 1 / 2),
+        ({"replicate": 4, "shard": 2}, None, 1.0),
     ],
 )
 def test_states_include_shards_and_gathered_weights(
@@ -44,6 +45,7 @@ def test_states_include_shards_and_gathered_weights(
     if gathered is None:
         gathered = sum(2 * m.parameters / len(m.layers) for m in layers) / parameters
     states_ = states(model, **parallel)
-    assert states_.optimizer == pytest.approx(8 * parameters / 8, rel=1e-3)
+    parts = parallel["shard"] * parallel.get("pipeline", 1)
+    assert states_.optimizer == pytest.approx(8 * parameters / parts, rel=1e-3)
     assert states_.gradients == pytest.approx(4 * parameters * gradients, rel=1e-3)
-    assert states_.weights == pytest.approx(parameters * (4 / 8 + 2 * gathered), rel=1e-3)
+    assert states_.weights == pytest.approx(parameters * (4 / parts + 2 * gathered), rel=1e-3)
