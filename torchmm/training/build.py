@@ -20,13 +20,10 @@ from torchmm.common.files import replace_atomically
 from torchmm.common.log import make_console, report_progress, setup_logging
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.tokenizer import describe_untrained_tokens
-from torchmm.models.layers.loss import LossTerms
 from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units
 from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.summary import run_summary
-from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.read import dump_recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.load import RestoredRun
@@ -88,8 +85,6 @@ def build_run(
     if mesh.rank == 0:
         log_data(run, model, samples, logger)
     pipeline, compilation = materialize_stages(run, model, mesh, model_stages)
-    model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
-    model.llm.loss_terms = LossTerms(recipe.training.label_smoothing, recipe.training.z_loss)
     optimizer = build_optimizer(
         model,
         module_of,

@@ -27,7 +27,9 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
+from torchmm.models.layers.loss import LossTerms
 from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.source_losses import SourceLosses
 from torchmm.parallel.apply import model_problems, parallelize
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import stage_boundary_problems
@@ -42,6 +44,7 @@ from torchmm.planning.first_step import read_first_step
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved_recipe import ResolvedRecipe
 from torchmm.planning.step import plan_layout
+from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.optimizers.optimizer import find_optimizer
 from torchmm.training.pipeline import Pipeline
@@ -198,6 +201,8 @@ def materialize_stages(
     for entry in find_entries("loaded_models"):
         if entry.is_used(run):
             entry.load()(run, model, pipeline)
+    model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
+    model.llm.loss_terms = LossTerms(training.label_smoothing, training.z_loss)
     return pipeline, compilation
 
 
