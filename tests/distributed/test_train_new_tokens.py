@@ -115,7 +115,7 @@ def assert_equal(found: Path, expected: Path) -> None:
 )
 def test_new_tokens_are_equal_in_layouts(train, base, layouts, tied, adapters):
     source = base(tied=tied)
-    name = f"{'tied' if tied else 'untied'}{'-low' if adapters else ''}"
+    name = f"{'tied' if tied else 'untied'}{'-low' if adapters else ''}-{layouts[0]}"
     single = train(name, source, adapters=adapters)
     before = AutoModelForCausalLM.from_pretrained(source).state_dict()
     known = len(before["lm_head.weight"])
