@@ -31,7 +31,7 @@ from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.components import RunComponents
 from torchmm.training.console import print_summary
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
-from torchmm.training.model_build import ModelStages, materialize_stages
+from torchmm.training.model_build import ModelStages, materialize_stages, set_training_losses
 from torchmm.training.optim import build_optimizer, describe_schedule_change, frozen_token_rows
 from torchmm.training.optimizers.weight_average import WeightAverage
 from torchmm.training.planners.registry import build_planner
@@ -85,6 +85,7 @@ def build_run(
     if mesh.rank == 0:
         log_data(run, model, samples, logger)
     pipeline, compilation = materialize_stages(run, model, mesh, model_stages)
+    set_training_losses(model, run)
     optimizer = build_optimizer(
         model,
         module_of,

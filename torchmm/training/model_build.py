@@ -201,9 +201,14 @@ def materialize_stages(
     for entry in find_entries("loaded_models"):
         if entry.is_used(run):
             entry.load()(run, model, pipeline)
-    model.llm.source_losses = SourceLosses(unique_names(recipe.data.sources))
-    model.llm.loss_terms = LossTerms(training.label_smoothing, training.z_loss)
     return pipeline, compilation
+
+
+def set_training_losses(model: MultimodalModel, run: ResolvedRecipe) -> None:
+    """Set what the LLM adds to the loss, and the data sources of which it records losses."""
+    training = run.recipe.training
+    model.llm.source_losses = SourceLosses(unique_names(run.recipe.data.sources))
+    model.llm.loss_terms = LossTerms(training.label_smoothing, training.z_loss)
 
 
 def _silence_libraries() -> None:
