@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -496,12 +496,7 @@ class LayeredModule(nn.Module, ABC):
         - "sequence": a norm or scale on sequence slices, under sequence parallelism.
         """
         styles = self._tensor_parallel_styles()
-        names = [n for n, module in self.named_modules() if not isinstance(module, SkippedLayer)]
-        return {
-            pattern: style
-            for pattern, style in styles.items()
-            if any(map(_name_expression(pattern).fullmatch, names))
-        }
+        return {pattern: styles[pattern] for pattern in self._find_used_patterns(styles)}
 
     @property
     def is_sequence_sharded(self) -> bool:
@@ -525,7 +520,7 @@ class LayeredModule(nn.Module, ABC):
                 patterns[pattern] = None
             elif parent not in direct_parents and style in ("colwise", "rowwise"):
                 patterns[parent] = None
-        return [pattern for pattern in patterns if self.matching_submodules(pattern)]
+        return self._find_used_patterns(patterns)
 
     def _norm_patterns(self) -> tuple[str, ...]:
         """Return patterns of submodules with a norm before a column-wise linear layer."""
@@ -534,11 +529,18 @@ class LayeredModule(nn.Module, ABC):
     def matching_submodules(self, pattern: str) -> list[nn.Module]:
         """Return the submodules of this stage whose name matches ("*" matches one name part)."""
         expression = _name_expression(pattern)
-        return [
-            module
-            for name, module in self.named_modules()
-            if expression.fullmatch(name) and not isinstance(module, SkippedLayer)
-        ]
+        return [module for name, module in self._present_modules() if expression.fullmatch(name)]
+
+    def _find_used_patterns(self, patterns: Iterable[str]) -> list[str]:
+        """Return the patterns that match a submodule of this stage."""
+        names = [name for name, _ in self._present_modules()]
+        return [p for p in patterns if any(map(_name_expression(p).fullmatch, names))]
+
+    def _present_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (name, module) of the submodules of this stage."""
+        for name, module in self.named_modules():
+            if not isinstance(module, SkippedLayer):
+                yield name, module
 
     def tied_parameters(self) -> dict[str, str]:
         """Return the tied parameters: {name: name of the original}."""
