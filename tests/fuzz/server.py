@@ -5,7 +5,6 @@ python -m fuzz.server FD DEADLINE_S DEFECT ONLY_READ
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 import tomli_w
 import torch
 from ports import free_port
+from preload import preload_modules
 
 from fuzz.compare import Bounds, bounds_of, differences
 from fuzz.data import make_data
@@ -320,7 +320,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
         server = Server(Path(directory), float(sys.argv[2]), sys.argv[3], bool(sys.argv[4]))
-        gc.freeze()
+        preload_modules()
         while True:
             jobs.send(server.judge(Draw.from_table(jobs.recv())))
 

@@ -9,8 +9,9 @@ def preload_modules() -> None:
 
     Runs import some of these modules only when they need them, which takes a second per rank.
     """
-    for name in ("torchmm.commands.train", "torchmm.training.run", "matplotlib.figure"):
-        import_module(name)
+    import_module("torchmm.commands.train")
+    import_module("torchmm.training.run")
+    import_module("matplotlib.figure")
     import_module("matplotlib.backends.backend_agg")
     extensions = import_module("torchmm.common.extensions")
     for extension in extensions.extension_names():

@@ -239,14 +239,18 @@ def test_process_without_result_in_time_is_terminated(caplog):
     assert "has not returned a step for 2 s; from now on" in caplog.text
 
 
+def use_cpu(busy_s: float) -> None:
+    end_s = time.thread_time() + busy_s
+    while time.thread_time() < end_s:
+        pass
+
+
 @pytest.mark.parametrize(("remaining_steps", "started"), [(100, False), (100_000, True)])
 def test_process_starts_if_enough_steps_remain(remaining_steps, started):
     process = restarting(FakeProcesses(), 1)
     for _ in range(2):
         with process.compute_locally(remaining_steps):
-            end_s = time.thread_time() + 0.01
-            while time.thread_time() < end_s:
-                pass
+            use_cpu(0.01)
     assert process.is_running == started
 
 
@@ -258,9 +262,7 @@ def test_process_starts_after_two_slow_steps(caplog, max_deaths, started):
     running = []
     for busy_s in (0.0, 0.01, 0.0, 0.01, 0.01):
         with process.compute_locally():
-            end_s = time.thread_time() + busy_s
-            while time.thread_time() < end_s:
-                pass
+            use_cpu(busy_s)
         running.append(process.is_running)
     assert running == [False] * 4 + [started]
     assert ("a task takes" in caplog.text) == started

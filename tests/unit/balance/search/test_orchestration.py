@@ -93,11 +93,15 @@ def test_problem_has_modules_of_recipe(recipe):
     assert not frozen_unit.sharded_bytes > problem.units[0].sharded_bytes / 2
 
 
-def test_open_sizes_are_planned_for_all_ranks(recipe):
+def with_open_sizes(recipe: Recipe) -> Recipe:
     parallel = ParallelConfig(
         placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
     )
-    open_recipe = recipe.model_copy(update={"parallel": parallel})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def test_open_sizes_are_planned_for_all_ranks(recipe):
+    open_recipe = with_open_sizes(recipe)
     planned = complete_sizes(open_recipe, 6)
     assert not planned.parallel.auto_sizes
     assert sum(unit.ranks for unit in resolved_unit_sizes(planned, 6).values()) == 6
@@ -105,10 +109,7 @@ def test_open_sizes_are_planned_for_all_ranks(recipe):
 
 
 def test_unusable_number_of_ranks_is_rejected(recipe):
-    parallel = ParallelConfig(
-        placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
-    )
-    open_recipe = recipe.model_copy(update={"parallel": parallel})
+    open_recipe = with_open_sizes(recipe)
     single_sample = open_recipe.model_copy(
         update={"training": open_recipe.training.model_copy(update={"global_batch_size": 1})}
     )
