@@ -14,7 +14,7 @@ import proofs
 import pytest
 from campaigns import CAMPAIGNS, EVERY_THIRD
 from object_server import ObjectServer
-from train_server import TrainServer
+from train_server import TrainServer, shared_server
 
 ROOT = Path(__file__).parents[1]
 CAMPAIGN_S = float(os.environ.get("CAMPAIGN_S", "inf"))
@@ -123,10 +123,9 @@ def real_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def train_server() -> Iterator[TrainServer]:
-    """Start a server that runs train.py in forks of a preloaded process."""
-    with TrainServer() as server:
-        yield server
+def train_server() -> TrainServer:
+    """Return the server that runs train.py in forks of a preloaded process."""
+    return shared_server()
 
 
 @pytest.fixture(scope="session")

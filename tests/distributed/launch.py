@@ -1,19 +1,16 @@
 """Run a function on N gloo processes and return the result of each rank.
 
-The ranks are forks of one preloaded process per pytest process, because importing the modules takes
-seconds and a fork takes milliseconds. The only thread of this process belongs to the allocator of
-pyarrow, which supports forks.
+The ranks are forks of a preloaded process (`train_server`), because importing the modules takes
+seconds and a fork takes milliseconds.
 
 If a rank dies without a traceback, the call fails with the signal that killed the rank and with its
 stderr, which contains the tracebacks of all threads (faulthandler).
 """
 
-import atexit
 import faulthandler
-import functools
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,14 +18,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, wait
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
-from preload import preload_modules
+from train_server import shared_server
 
 TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
 
@@ -69,40 +66,24 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     Returns:
         Results in rank order.
     """
-    warm = _warm_process()
-    warm.send(sys.path)  # needed to import the function
-    warm.send((function, ranks, args))
-    exits: list[RankExit] = warm.recv()
+    call = pickle.dumps((function, ranks, args))
+    job = {"module": function.__module__, "sys_path": sys.path, "call": call}
+    with Client(shared_server().address, "AF_UNIX") as connection:
+        connection.send(job)
+        exits: list[RankExit] = pickle.loads(connection.recv_bytes())
     sys.stderr.write("".join(ending.stderr for ending in exits))
     errors = [f"rank {r} {text}" for r, e in enumerate(exits) if (text := e.error()) is not None]
     assert not errors, "\n".join(errors)
     return [ending.outcome[1] for ending in exits if ending.outcome]
 
 
-@functools.cache
-def _warm_process() -> Connection:
-    """Return a connection to the preloaded process, which exits when the connection is closed."""
-    connection, child_connection = mp.Pipe()
-    # Not as __main__, because pickled classes refer to their module.
-    serve = f"import launch; launch.serve({child_connection.fileno()})"
-    command = [sys.executable, "-c", serve]
-    python_path = os.pathsep.join(sys.path)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
-    process = subprocess.Popen(command, env=environment, pass_fds=[child_connection.fileno()])
-    child_connection.close()
-    atexit.register(process.wait)
-    atexit.register(connection.close)  # runs first
-    return connection
+def run_job(call: bytes) -> bytes:
+    """Run a pickled function on ranks that are forks of this process. Return its pickled exits.
 
-
-def serve(descriptor: int) -> None:
-    """Run jobs sequentially: fork the ranks of each job and send their exits."""
-    preload_modules()
-    jobs = Connection(descriptor)
-    with suppress(EOFError):
-        while True:
-            sys.path[:] = jobs.recv()
-            jobs.send(_fork_ranks(*jobs.recv()))
+    Plain pickles contain the values of tensors. `Connection.send` would share their memory, which
+    ends with this process.
+    """
+    return pickle.dumps(_fork_ranks(*pickle.loads(call)))
 
 
 def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[RankExit]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import golden  # noqa: E402 - needs the paths above
-from train_server import TrainServer  # noqa: E402
+from train_server import shared_server  # noqa: E402
 
 
 def main() -> int:
@@ -55,10 +55,10 @@ def record_losses(only: list[str] | None, check: bool) -> int:
     stored = golden.read_goldens(golden.LOSSES)
     lines = {name: line for name, line in stored.items() if name in golden.QUICKSTARTS}
     changed = 0
-    with TrainServer() as server, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for name in golden.QUICKSTARTS:
             if only is None or name in only:
-                result = golden.train_quickstart(name, server, Path(folder) / name)
+                result = golden.train_quickstart(name, shared_server(), Path(folder) / name)
                 changed += show_differences(name, stored.get(name), result)
                 lines[name] = result
     if not check:

@@ -6,22 +6,18 @@ The client passes on its environment and output, forwards SIGTERM and exits with
 train.py.
 """
 
-import json
 import os
 import signal
-import socket
 import sys
+from multiprocessing.connection import Client
 from pathlib import Path
 
-with socket.socket(socket.AF_UNIX) as connection:
-    connection.connect(sys.argv[1])
-    stream = connection.makefile("rw")
+connection = Client(sys.argv[1], "AF_UNIX")
 log = str(Path("/proc/self/fd/1").readlink())
-stream.write(json.dumps({"log": log, "env": dict(os.environ), "arguments": sys.argv[2:]}) + "\n")
-stream.flush()
-process = int(stream.readline())
+connection.send({"log": log, "env": dict(os.environ), "arguments": sys.argv[2:]})
+process = connection.recv()
 signal.signal(signal.SIGTERM, lambda number, frame: os.kill(process, number))
-code = int(stream.readline())
+code = connection.recv()
 if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)

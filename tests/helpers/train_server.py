@@ -1,24 +1,29 @@
-"""Run train.py many times without importing its modules every time.
+"""Run train.py, and functions of tests, many times without importing modules every time.
 
 A server process imports all modules once and forks one child per rank; a child calls the `main` of
 train.py (or of another script) as `python train.py ARGUMENTS` would. The server has no thread
 except that of pyarrow's allocator, which supports forks.
 
-    with TrainServer() as server:
-        run = server.start([arguments], log_dir, ranks=2)
-        run.kill(1, signal.SIGKILL)
-        assert run.wait() == [6, -9]
+    server = shared_server()
+    run = server.start([arguments], log_dir, ranks=2)
+    run.kill(1, signal.SIGKILL)
+    assert run.wait() == [6, -9]
 
-`train_client.py` replaces `train.py` if another program, such as torchrun, starts the ranks.
+All workers of pytest-xdist use one server. `train_client.py` replaces `train.py` if another
+program, such as torchrun, starts the ranks. `launch.py` runs functions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
+import functools
+import gc
+import importlib
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +33,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +48,9 @@ class ForkedRank:
     """A process of the server with the methods of `subprocess.Popen` that end and wait for it."""
 
     def __init__(self, address: str, job: dict) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address)
-        self._lines = self._socket.makefile("rw")
-        self._lines.write(json.dumps(job) + "\n")
-        self._lines.flush()
-        self.pid = int(self._lines.readline())
+        self._connection = Client(address, "AF_UNIX")
+        self._connection.send(job)
+        self.pid: int = self._connection.recv()
         self.returncode: int | None = None
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -68,11 +71,10 @@ class ForkedRank:
             subprocess.TimeoutExpired: The process still runs after that time.
         """
         if self.returncode is None:
-            if not select.select([self._socket], [], [], timeout_s)[0]:
+            if not self._connection.poll(timeout_s):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout_s or 0)
-            self.returncode = int(self._lines.readline())
-            self._lines.close()
-            self._socket.close()
+            self.returncode = self._connection.recv()
+            self._connection.close()
         return self.returncode
 
 
@@ -97,25 +99,33 @@ class Run:
 
 
 class TrainServer:
-    """The server process. The end of the block ends it and all its children."""
+    """The server process. It ends with its owner, and ends all its children.
+
+    The owner is the process that starts the workers of pytest-xdist, or else this process.
+    """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="train")
-        self.address = f"{self._directory.name}/socket"
+        xdist_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        if xdist_run:
+            owner = os.getppid()
+            directory = Path(tempfile.gettempdir()) / f"train-server-{xdist_run}"
+            directory.mkdir(exist_ok=True)
+        else:
+            owner = os.getpid()
+            directory = Path(tempfile.mkdtemp(prefix="train-server-"))
+        self.address = str(directory / "socket")
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not Path(self.address).exists():
+                self._start(owner)
+
+    def _start(self, owner: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, __file__, self.address]
-        self._process = subprocess.Popen(command, start_new_session=True, env=environment)
+        command = [sys.executable, __file__, self.address, str(owner)]
+        process = subprocess.Popen(command, start_new_session=True, env=environment)
         while not Path(self.address).exists():
-            assert self._process.poll() is None, "the server ended"
+            assert process.poll() is None, "the server ended"
             time.sleep(0.05)
-
-    def __enter__(self) -> TrainServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._directory.cleanup()
 
     def start(
         self,
@@ -156,34 +166,62 @@ class TrainServer:
         return run.wait(), run.output()
 
 
-def _serve(address: str) -> None:
+@functools.cache
+def shared_server() -> TrainServer:
+    """Return the server of this process, and start it at the first call."""
+    return TrainServer()
+
+
+def _serve(address: str, owner: int) -> None:
     preload_modules()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the server does not wait for its watchers
+    owner_end = os.pidfd_open(owner)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        while True:
-            connection, _ = listener.accept()
-            if not os.fork():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                listener.close()
-                _watch(connection)
-                os._exit(0)
-            connection.close()
+        listener.bind(f"{address}.new")
+        listener.listen(64)
+        Path(f"{address}.new").rename(address)
+        while owner_end not in select.select([listener, owner_end], [], [])[0]:
+            connection = Connection(listener.accept()[0].detach())
+            with connection, contextlib.suppress(EOFError, ConnectionError):
+                job = connection.recv()
+                _preload_function(job)
+                if not os.fork():
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    listener.close()
+                    _watch(connection, job)
+                    os._exit(0)
+    shutil.rmtree(Path(address).parent)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _watch(connection: socket.socket) -> None:
-    """Start one rank, report its process id and, after its end, its exit code."""
-    with connection.makefile("rw") as stream:
-        job = json.loads(stream.readline())
-        child = os.fork()
-        if not child:
-            connection.close()
-            os._exit(_run(job))
-        stream.write(f"{child}\n")
-        stream.flush()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        stream.write(f"{code}\n")
+def _preload_function(job: dict) -> None:
+    """Import the module of a function, so that later forks have it."""
+    if job.get("module") in (None, *sys.modules):
+        return
+    paths = sys.path[:]
+    sys.path[:] = job["sys_path"]
+    with contextlib.suppress(Exception):  # the fork raises it again
+        importlib.import_module(job["module"])
+    sys.path[:] = paths
+    gc.freeze()
+
+
+def _watch(connection: Connection, job: dict) -> None:
+    """Start one rank, report its process id and, after its end, its exit code.
+
+    For a function, start its ranks and report their results.
+    """
+    if "module" in job:
+        sys.path[:] = job["sys_path"]
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        connection.send_bytes(importlib.import_module("launch").run_job(job["call"]))
+        return
+    child = os.fork()
+    if not child:
+        connection.close()
+        os._exit(_run(job))
+    connection.send(child)
+    connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def _run(job: dict) -> int:
@@ -206,4 +244,4 @@ def _run(job: dict) -> int:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], int(sys.argv[2]))

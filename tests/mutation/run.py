@@ -7,6 +7,11 @@ changed folder (`tests/unit/FOLDER`) or extension (`tests/unit/extensions/NAME`)
     python tests/mutation/run.py --changes 40 --seed 1
     python tests/mutation/run.py --changes 20 --seed 1 --under torchmm/data
 
+With a file of the functions that each test calls, it runs the tests that call the changed function:
+
+    python tests/mutation/run.py --record /tmp/calls.jsonl --jobs 2
+    python tests/mutation/run.py --changes 40 --seed 1 --calls /tmp/calls.jsonl
+
 An undetected change is either harmless, for example one of an error message, or shows what no test
 checks.
 """
@@ -31,6 +36,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from calls import Calls, record_calls
 
 ROOT = Path(__file__).parents[2]
 WARM = (
@@ -61,6 +67,8 @@ FLIPPED = {
 
 NEAREST = 6
 """Number of test files of any folder that run before the others of the changed folder."""
+FIRST_TESTS = 30
+"""Number of tests that call a changed function and run before the others."""
 GOLDENS = "tests/goldens/test_goldens.py"
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
@@ -85,7 +93,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--under", default="torchmm", help="folder or file whose code is changed")
     parser.add_argument("--limit", type=float, default=200, help="CPU seconds of tests per change")
+    parser.add_argument("--record", type=Path, help="only write the functions that tests call")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes of --record")
+    parser.add_argument("--calls", type=Path, help="select tests by this file of --record")
     arguments = parser.parse_args()
+    if arguments.record is not None:
+        record_calls(ROOT, ["tests/unit", GOLDENS], arguments.record, arguments.jobs)
+        return 0
+    calls = None if arguments.calls is None else Calls(arguments.calls)
     end = arguments.first + arguments.changes
     changes = draw_changes(ROOT / arguments.under, end, arguments.seed)[arguments.first :]
     for name in WARM:
@@ -98,7 +113,10 @@ def main() -> int:
             file, start = copy / change.path, time.monotonic()
             source = file.read_bytes()
             file.write_bytes(source[: change.start] + change.text.encode() + source[change.end :])
-            tests = order_tests(change.path, imports)
+            tests = (
+                calls.select_tests(ROOT / change.path, change.path, change.line) if calls else []
+            )
+            tests = tests or order_tests(change.path, imports)
             result = _run_tests(copy, tests, Path(scratch) / "log", arguments.limit)
             shutil.copy2(ROOT / change.path, file)
             counts[result] += 1
@@ -250,9 +268,10 @@ def _copy_repository(copy: Path) -> Path:
 def _run_tests(copy: Path, tests: list[str], log: Path, limit: float) -> str:
     """Run test files until one fails or the limit is reached; return how they ended.
 
-    The nearest files run first: collecting all files takes longer than most of them.
+    The first tests run alone: collecting all files takes longer than most of them.
     """
-    for part in filter(None, (tests[:NEAREST], tests[NEAREST:])):
+    first = FIRST_TESTS if "::" in tests[0] else NEAREST
+    for part in filter(None, (tests[:first], tests[first:])):
         child = os.fork()
         if not child:
             _test_and_exit(copy, part, log)
@@ -272,16 +291,17 @@ def _run_tests(copy: Path, tests: list[str], log: Path, limit: float) -> str:
 
 
 def _test_and_exit(copy: Path, tests: list[str], log: Path) -> None:
-    """Run test files in this process, in the order given, and exit with the code of pytest."""
+    """Run tests in this process, in the order given, and exit with the code of pytest."""
 
     class InOrder:
         """Undoes the order that is best for several workers."""
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-            """Sort tests by the files' places in `tests`."""
-            places = {copy / test: place for place, test in enumerate(tests)}
-            items.sort(key=lambda item: places[item.path])
+            """Sort tests by their places, or those of their files, in `tests`."""
+            places = {test: place for place, test in enumerate(tests)}
+            files = {copy / test: place for test, place in places.items()}
+            items.sort(key=lambda item: places.get(item.nodeid, files.get(item.path, len(tests))))
 
     os.setsid()
     os.chdir(copy)

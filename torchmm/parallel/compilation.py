@@ -192,6 +192,12 @@ class Compilation:
             self._reported[kind.name] = len(kind.compilations)
         return graphs
 
+    def log_new_graphs(self, step: int, log: logging.Logger) -> list[CompiledGraph]:
+        """Log and return the graphs that were compiled since the last call."""
+        graphs = self.new_graphs()
+        log_compiled_graphs(graphs, step, log)
+        return graphs
+
 
 def log_compiled_graphs(graphs: Sequence[CompiledGraph], step: int, log: logging.Logger) -> None:
     """Log the graphs of a step. Warn if a kind of layer has too many graphs."""

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 from torchmm.common.errors import PeerError, PreemptedError
 from torchmm.common.rng import restore_rng
 from torchmm.data.loader import StepBatch
-from torchmm.parallel.compilation import log_compiled_graphs
 from torchmm.parallel.health.peers import HealthMonitor
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
 from torchmm.training.components import RunComponents
@@ -47,22 +46,18 @@ class Trainer:
     ) -> None:
         recipe = components.run.recipe
         mesh = components.mesh
-        steps = recipe.training.steps
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
-        config = recipe.optimizer
+        model, steps = components.model, recipe.training.steps
         self.updates = OptimizerUpdate(
-            components.model, components.optimizer, mesh, config, steps, components.average
+            model, components.optimizer, mesh, recipe.optimizer, steps, components.average
         )
         self.meter = StepMeter(mesh, components.pipeline, recipe.metrics.peak_tflops)
-        self.health = HealthMonitor(
-            components.run_dir / "heartbeats",
-            recipe.parallel.timeout_s,
-            on_lost=on_lost,
-            raises=mesh.device.type != "cuda",
-        )
+        heartbeats, timeout_s = components.run_dir / "heartbeats", recipe.parallel.timeout_s
+        raises = mesh.device.type != "cuda"
+        self.health = HealthMonitor(heartbeats, timeout_s, on_lost=on_lost, raises=raises)
         self.hooks = build_hooks(TrainingContext(components, self.state, self.health, stop))
 
     def run(self) -> None:
@@ -136,8 +131,7 @@ class Trainer:
 
         self.state.step = step
         self.state.data = batch.state
-        graphs = components.compilation.new_graphs()
-        log_compiled_graphs(graphs, step, components.logger)
+        graphs = components.compilation.log_new_graphs(step, components.logger)
         skipped = self.state.corrupt.corrupt
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
         record = self.meter.combine(local, batch, step=step, lr=lr, **losses, **planned.statistics)

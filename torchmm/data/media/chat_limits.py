@@ -80,7 +80,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 # transformers has no option for the class of the environment.
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
 def _max_width(text: str) -> int:

@@ -87,9 +87,22 @@ def find_byte_values(
 
 
 def _fill_missing_values(byte_values: ByteValues, run: RunProcessor, size: tuple[int, int]) -> bool:
-    """Add missing values with images of one color. Return False if the processor changes them."""
+    """Add missing values with gray images. Return False if the processor changes plain images.
+
+    Images with many levels add most values. The others need one image per level.
+    """
     table_C256 = byte_values.table_C256
-    for level in np.flatnonzero(np.isnan(table_C256).any(axis=0)).tolist():
+
+    def missing_levels() -> np.ndarray:
+        return np.flatnonzero(np.isnan(table_C256).any(axis=0))
+
+    levels, pixels = missing_levels(), size[0] * size[1]
+    for start in range(0, len(levels), pixels):
+        levels_HW = np.resize(levels[start : start + pixels], (size[1], size[0]))
+        gray = Image.fromarray(levels_HW.astype(np.uint8)).convert("RGB")
+        indices = to_uint8(run(gray, **RAW_SETTINGS))
+        table_C256[_channel_indices(indices, byte_values.channels_last), indices] = run(gray)
+    for level in missing_levels().tolist():
         plain = Image.new("RGB", size, (level, level, level))
         raw = run(plain, **RAW_SETTINGS)
         if (raw != level).any():

@@ -148,7 +148,7 @@ def encoder_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             for cls in vars(import_module(module)).values()
             if isinstance(cls, type)
             and issubclass(cls, PreTrainedModel)
-            and cls.config_class is type(config)
+            and getattr(cls, "config_class", None) is type(config)
             and re.search(r"(?<!PreTrained)(Model|Transformer)$", cls.__name__)
         ]
     towers = [cls for cls in classes if cls and cls.main_input_name == "pixel_values"]

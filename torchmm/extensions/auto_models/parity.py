@@ -379,7 +379,7 @@ def _hf_features(hf_model: PreTrainedModel, module: EncoderModule, pixels: Tenso
     hf_model.zero_grad()
     module.zero_grad()
     returned: list[Tensor] = []
-    last = hf_model.get_submodule(module.family.layers)[-1]  # type: ignore[index]
+    last = hf_model.get_submodule(module.family.layers)[-1]
     handle = last.register_forward_hook(lambda _, inputs, out: returned.append(out))
     for image in pixels:
         hf_model(image[None])

@@ -463,8 +463,9 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
                 check_range(values[name], value, f"{module.name}.{name}")
     with torch.device("meta"):
         holder = nn.Module()
-        holder.tower = module.build_full_encoder()
-    shell = copy.copy(holder.tower)
+        tower: nn.Module = module.build_full_encoder()
+        holder.tower = tower
+    shell = copy.copy(tower)
     shell._modules = {}  # the encoder without its submodules
     for fqn, unit in (("tower", shell), *named_units(holder, module.layers_fqn)):
         names = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)

@@ -100,7 +100,7 @@ class TokenSampler:
         rows = logits_BV.float().cpu()
         selected = []
         for number, (text, generator) in enumerate(zip(self._texts, self._generators, strict=True)):
-            scores_1V = self._processors(text[None], rows[number : number + 1])  # type: ignore[arg-type]
+            scores_1V = self._processors(text[None], rows[number : number + 1])
             if self._draws:
                 token = torch.multinomial(scores_1V.softmax(-1), 1, generator=generator)[0]
             else:

@@ -1,0 +1,142 @@
+"""Which functions of `torchmm/` each unit test calls.
+
+`record_calls` runs the tests once and writes a file. `Calls` reads it and selects the tests of a
+changed line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+
+
+class CallRecorder:
+    """A pytest plugin that writes a line per test: its name, CPU seconds and called functions."""
+
+    def __init__(self, root: Path, out: Path) -> None:
+        self.root = f"{root}/"
+        self.out = out
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Trace calls while a test runs."""
+        called: dict[int, CodeType] = {}
+
+        def trace(frame: FrameType, event: str, argument: object) -> None:
+            code = frame.f_code
+            if id(code) not in called:  # the hash of a code object takes longer
+                called[id(code)] = code
+
+        begin_s = time.process_time()
+        threading.settrace(trace)  # type: ignore[arg-type]
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            names = {
+                f"{code.co_filename.removeprefix(self.root)}:{code.co_qualname}"
+                for code in called.values()
+                if code.co_filename.startswith(f"{self.root}torchmm/")
+            }
+            seconds = round(time.process_time() - begin_s, 3)
+            with self.out.open("a") as file:
+                file.write(json.dumps([item.nodeid, seconds, sorted(names)]) + "\n")
+
+
+def record_calls(root: Path, folders: list[str], out: Path, jobs: int) -> None:
+    """Run the tests of folders in several processes and write the functions that each test calls.
+
+    Args:
+        root: Root of the repository.
+        folders: Folders and files of tests.
+        out: File to write.
+        jobs: Number of processes.
+    """
+    files = sorted(
+        str(file.relative_to(root))
+        for folder in folders
+        for file in (
+            (root / folder).rglob("test_*.py") if (root / folder).is_dir() else [root / folder]
+        )
+    )
+    children = []
+    for job in range(jobs):
+        child = os.fork()
+        if not child:
+            part = out.with_suffix(f".{job}")
+            part.unlink(missing_ok=True)
+            options = ["-q", "-m", "not campaign and not survey", "-p", "no:cacheprovider"]
+            pytest.main([*options, *files[job::jobs]], plugins=[CallRecorder(root, part)])
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    with out.open("w") as merged:
+        for job in range(jobs):
+            merged.write(out.with_suffix(f".{job}").read_text())
+
+
+class Calls:
+    """Tests by the functions that they call.
+
+    Args:
+        file: File of `record_calls`.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tests: defaultdict[str, set[str]] = defaultdict(set)
+        for line in file.read_text().splitlines():
+            test, seconds, functions = json.loads(line)
+            self.seconds[test] = seconds
+            for function in functions:
+                self.tests[function].add(test)
+
+    def select_tests(self, path: Path, name: str, line: int) -> list[str]:
+        """Return the tests that call the function with a line, fastest first.
+
+        A fixture that several tests share is recorded for the first of them. Therefore the
+        other tests of the files follow.
+
+        Args:
+            path: File of the function.
+            name: Path of the file in the repository.
+            line: A line of the function. The list is empty for lines outside of functions.
+        """
+        functions = functions_at(path, line)
+        tests = set().union(*(self.tests.get(f"{name}:{each}", ()) for each in functions))
+        files = {test.partition("::")[0] for test in tests}
+        others = {test for test in self.seconds if test.partition("::")[0] in files} - tests
+        return [
+            *sorted(tests, key=self.seconds.__getitem__),
+            *sorted(others, key=self.seconds.__getitem__),
+        ]
+
+
+def functions_at(path: Path, line: int) -> set[str]:
+    """Return the qualified names of the functions, lambdas and comprehensions on a line."""
+
+    def nested(code: CodeType) -> Iterator[CodeType]:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from nested(constant)
+
+    return {
+        code.co_qualname
+        for code in nested(compile(path.read_bytes(), str(path), "exec"))
+        if code.co_flags & inspect.CO_NEWLOCALS
+        and line in {number for *_, number in code.co_lines()}
+    }
