@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 import torch
@@ -67,9 +67,8 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
         Results in rank order.
     """
     call = pickle.dumps((function, ranks, args))
-    job = {"module": function.__module__, "sys_path": sys.path, "call": call}
-    with Client(shared_server().address, "AF_UNIX") as connection:
-        connection.send(job)
+    server = shared_server()
+    with server.call("launch:send_exits", call, preload=[function.__module__]) as connection:
         exits: list[RankExit] = pickle.loads(connection.recv_bytes())
     sys.stderr.write("".join(ending.stderr for ending in exits))
     errors = [f"rank {r} {text}" for r, e in enumerate(exits) if (text := e.error()) is not None]
@@ -77,13 +76,13 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     return [ending.outcome[1] for ending in exits if ending.outcome]
 
 
-def run_job(call: bytes) -> bytes:
-    """Run a pickled function on ranks that are forks of this process. Return its pickled exits.
+def send_exits(connection: Connection, call: bytes) -> None:
+    """Run a pickled function on ranks that are forks of this process, and send their exits.
 
     Plain pickles contain the values of tensors. `Connection.send` would share their memory, which
     ends with this process.
     """
-    return pickle.dumps(_fork_ranks(*pickle.loads(call)))
+    connection.send_bytes(pickle.dumps(_fork_ranks(*pickle.loads(call))))
 
 
 def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[RankExit]:

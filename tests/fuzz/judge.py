@@ -12,14 +12,11 @@ images. All other errors are failures: a wrong value, a crash, a hang, or a late
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Literal
+
+from train_server import shared_server
 
 from fuzz.draw import Draw
 
@@ -51,26 +48,7 @@ class Judge:
     def __init__(
         self, deadline_s: float = 120.0, defect: str = "", only_read: bool = False
     ) -> None:
-        connection, child_connection = get_context().Pipe()
-        tests = Path(__file__).parents[1]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",  # the imported torchmm is the tested one
-            "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(tests)]),
-        }
-        arguments = [
-            str(child_connection.fileno()),
-            str(deadline_s),
-            defect,
-            "only read" if only_read else "",
-        ]
-        command = [sys.executable, "-m", "fuzz.server", *arguments]
-        self._process = subprocess.Popen(
-            command, env=environment, pass_fds=[child_connection.fileno()]
-        )
-        child_connection.close()
-        self._jobs: Connection = connection
+        self._jobs = shared_server().call("fuzz.server:serve", deadline_s, defect, only_read)
 
     def __call__(self, draw: Draw) -> Verdict:
         """Run a draw and return its verdict."""
@@ -79,8 +57,9 @@ class Judge:
 
     def close(self) -> None:
         """Stop the process after the current draw."""
-        self._jobs.close()
-        self._process.wait()
+        with self._jobs, suppress(EOFError):
+            self._jobs.send(None)
+            self._jobs.recv()  # until the process has deleted its files
 
     def __enter__(self) -> Judge:
         return self

@@ -1,14 +1,10 @@
-"""Process of the judge, see `fuzz.judge`.
-
-python -m fuzz.server FD DEADLINE_S DEFECT ONLY_READ
-"""
+"""Process of the judge, see `fuzz.judge`."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -22,7 +18,6 @@ from typing import Any
 import tomli_w
 import torch
 from ports import free_port
-from preload import preload_modules
 
 from fuzz.compare import Bounds, bounds_of, differences
 from fuzz.data import make_data
@@ -314,16 +309,10 @@ def low_precision(recipe: Recipe) -> bool:
     return small != "float32" or optimizer.name == "muon"
 
 
-def main() -> None:
-    """Serve until the other end closes the connection."""
-    jobs = Connection(int(sys.argv[1]))
+def serve(jobs: Connection, deadline_s: float, defect: str, only_read: bool) -> None:
+    """Judge draws until None arrives or the other end closes the connection."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
-        server = Server(Path(directory), float(sys.argv[2]), sys.argv[3], bool(sys.argv[4]))
-        preload_modules()
-        while True:
-            jobs.send(server.judge(Draw.from_table(jobs.recv())))
-
-
-if __name__ == "__main__":
-    main()
+        server = Server(Path(directory), deadline_s, defect, only_read)
+        while (table := jobs.recv()) is not None:
+            jobs.send(server.judge(Draw.from_table(table)))

@@ -10,7 +10,7 @@ except that of pyarrow's allocator, which supports forks.
     assert run.wait() == [6, -9]
 
 All workers of pytest-xdist use one server. `train_client.py` replaces `train.py` if another
-program, such as torchrun, starts the ranks. `launch.py` runs functions.
+program, such as torchrun, starts the ranks. Other helpers call functions in forks (`call`).
 """
 
 from __future__ import annotations
@@ -120,12 +120,31 @@ class TrainServer:
                 self._start(owner)
 
     def _start(self, owner: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(TRAIN.parent), *filter(None, sys.path)]),
+        }
         command = [sys.executable, __file__, self.address, str(owner)]
         process = subprocess.Popen(command, start_new_session=True, env=environment)
         while not Path(self.address).exists():
             assert process.poll() is None, "the server ended"
             time.sleep(0.05)
+
+    def call(self, target: str, *arguments: object, preload: Sequence[str] = ()) -> Connection:
+        """Call a function in a fork with a connection and arguments. Return the other end.
+
+        Args:
+            target: "MODULE:FUNCTION".
+            arguments: Further arguments, which are pickled.
+            preload: Modules that the server imports for this fork and all later forks.
+        """
+        connection = Client(self.address, "AF_UNIX")
+        module, _, name = target.partition(":")
+        job = {"modules": [module, *preload], "function": name, "arguments": arguments}
+        connection.send({**job, "sys_path": sys.path})
+        return connection
 
     def start(
         self,
@@ -195,13 +214,15 @@ def _serve(address: str, owner: int) -> None:
 
 
 def _preload_function(job: dict) -> None:
-    """Import the module of a function, so that later forks have it."""
-    if job.get("module") in (None, *sys.modules):
+    """Import the modules of a function, so that later forks have them."""
+    names = set(job.get("modules", ())) - sys.modules.keys()
+    if not names:
         return
     paths = sys.path[:]
     sys.path[:] = job["sys_path"]
-    with contextlib.suppress(Exception):  # the fork raises it again
-        importlib.import_module(job["module"])
+    for name in names:
+        with contextlib.suppress(Exception):  # the fork raises it again
+            importlib.import_module(name)
     sys.path[:] = paths
     gc.freeze()
 
@@ -209,12 +230,13 @@ def _preload_function(job: dict) -> None:
 def _watch(connection: Connection, job: dict) -> None:
     """Start one rank, report its process id and, after its end, its exit code.
 
-    For a function, start its ranks and report their results.
+    A function gets the connection instead.
     """
-    if "module" in job:
+    if "modules" in job:
         sys.path[:] = job["sys_path"]
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        connection.send_bytes(importlib.import_module("launch").run_job(job["call"]))
+        module = importlib.import_module(job["modules"][0])
+        getattr(module, job["function"])(connection, *job["arguments"])
         return
     child = os.fork()
     if not child:

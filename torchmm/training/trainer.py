@@ -45,19 +45,22 @@ class Trainer:
         on_lost: Callable[[PeerError], None] | None = None,
     ) -> None:
         recipe = components.run.recipe
+        model = components.model
         mesh = components.mesh
+        steps = recipe.training.steps
         self.components = components
         self.stop = stop
         self.state = TrainState.resume(components)
         self.train_step = TrainStep(components.pipeline, mesh, loss_weights(recipe.model.generator))
-        model, steps = components.model, recipe.training.steps
         self.updates = OptimizerUpdate(
             model, components.optimizer, mesh, recipe.optimizer, steps, components.average
         )
         self.meter = StepMeter(mesh, components.pipeline, recipe.metrics.peak_tflops)
-        heartbeats, timeout_s = components.run_dir / "heartbeats", recipe.parallel.timeout_s
+        directory = components.run_dir / "heartbeats"
         raises = mesh.device.type != "cuda"
-        self.health = HealthMonitor(heartbeats, timeout_s, on_lost=on_lost, raises=raises)
+        self.health = HealthMonitor(
+            directory, recipe.parallel.timeout_s, on_lost=on_lost, raises=raises
+        )
         self.hooks = build_hooks(TrainingContext(components, self.state, self.health, stop))
 
     def run(self) -> None:

@@ -485,7 +485,7 @@ def _flatten_pipelines(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> E
     ]
     first = np.cumsum([0, *(len(devices) for devices in rows)])
     ranks = np.repeat(np.arange(len(timeline.ranks)), works[0].devices_per_rank)
-    device = np.concatenate(rows).astype(np.int32)
+    device = np.ascontiguousarray(np.concatenate(rows), np.int32)
     width = np.repeat([work.width for work in works], [len(devices) for devices in rows]).astype(
         np.int32
     )

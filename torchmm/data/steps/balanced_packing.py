@@ -128,7 +128,8 @@ class BalancedPacker(PackerBase):
         members_N, starts_B1 = group_by_sequence(bins_N, np.arange(closing))
         for _ in range(SWAP_PASSES):
             ranked_B = np.argsort(loads_3B[1, :closing], kind="stable")
-            pairs_2P = np.array([ranked_B[::-1], ranked_B])[:, : closing // 2]
+            half = closing // 2
+            pairs_2P = np.array([ranked_B[::-1][:half], ranked_B[:half]])
             _swap_samples(
                 sizes_4N, loads_3N, limits_4, used_4B, loads_3B, starts_B1, members_N, pairs_2P
             )

@@ -73,6 +73,7 @@ class CompiledSchedule:
                 f"stages x {expected[1]} microbatches"
             )
         costs = np.concatenate([forward_ms_GSM, backward_ms_GSM], axis=1, dtype=np.float64)
+        costs = np.ascontiguousarray(costs)  # each memory layout would compile the kernels again
         if costs.size and not (costs.min() >= 0 and costs.max() < np.inf):
             raise ValueError(
                 f"durations from {costs.min()} to {costs.max()} ms: must be finite and >= 0"

@@ -198,9 +198,9 @@ def _first_rank_times(program: CompiledSchedule, costs_GKM: Float64s) -> tuple[F
     """Return the forward and backward times (G, M) of the rank of stage 0."""
     on_first_rank = program.rank_S == program.rank_S[0]
     stages = len(on_first_rank)
-    return costs_GKM[:, :stages][:, on_first_rank].sum(axis=1), costs_GKM[:, stages:][
-        :, on_first_rank
-    ].sum(axis=1)
+    forward_GM = costs_GKM[:, :stages][:, on_first_rank].sum(axis=1)
+    backward_GM = costs_GKM[:, stages:][:, on_first_rank].sum(axis=1)
+    return np.ascontiguousarray(forward_GM), np.ascontiguousarray(backward_GM)
 
 
 def _build_lane_costs(program: CompiledSchedule, costs_GKM: Float64s) -> LaneCosts:

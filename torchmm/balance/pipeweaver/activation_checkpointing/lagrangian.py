@@ -101,9 +101,9 @@ def solve_lagrangian(problem: TuningProblem, gap: float = 0.045) -> TuningSoluti
         return None
     choice_N = problem.min_memory_N
     tables = _Tables(
-        problem.start_N,
-        problem.middle_N,
-        problem.end_N,
+        np.ascontiguousarray(problem.start_N),
+        np.ascontiguousarray(problem.middle_N),
+        np.ascontiguousarray(problem.end_N),
         problem.extra_ms_NC,
         problem.kept_bytes_NC,
         problem.transient_bytes_NC,
