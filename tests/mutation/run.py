@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--calls", type=Path, help="select tests by this file of --record")
     arguments = parser.parse_args()
     if arguments.record is not None:
-        record_calls(ROOT, ["tests/unit", GOLDENS], arguments.record, arguments.jobs)
+        record_calls(ROOT, ["tests/unit", "tests/goldens"], arguments.record, arguments.jobs)
         return 0
     calls = None if arguments.calls is None else Calls(arguments.calls)
     end = arguments.first + arguments.changes

@@ -125,6 +125,7 @@ def short(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+@functools.cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -206,7 +207,8 @@ def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
     assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
 
 
-def test_model_card_describes_run(saved, tokenizer, tmp_path, real_data):
+def test_model_card_describes_run(saved, tokenizer, tmp_path, real_data, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it waits
     sources = [
         {"path": str(real_data / "tuxpaint_stamps"), "weight": 2.0},
         {"path": str(real_data / "tuxpaint_stamps/train")},
