@@ -50,7 +50,7 @@ class CallRecorder:
             threading.settrace(None)  # type: ignore[arg-type]
             names = {
                 f"{code.co_filename.removeprefix(self.root)}:{code.co_qualname}"
-                for code in called.values()
+                for code in list(called.values())  # threads may still add some
                 if code.co_filename.startswith(f"{self.root}torchmm/")
             }
             seconds = round(time.process_time() - begin_s, 3)
