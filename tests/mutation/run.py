@@ -284,7 +284,10 @@ def _run_tests(copy: Path, tests: list[str], log: Path, limit: float) -> str:
                 os.waitpid(child, 0)
                 return "UNDETECTED within the limit"
             ended, status = os.waitpid(child, os.WNOHANG)
-        if os.waitstatus_to_exitcode(status) not in PASSED:
+        exit_code = os.waitstatus_to_exitcode(status)
+        if "file or directory not found" in log.read_text():
+            raise FileNotFoundError(log.read_text())
+        if exit_code not in PASSED:
             return "detected"
         limit -= spent_s
     return "UNDETECTED"
