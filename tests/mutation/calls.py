@@ -41,13 +41,13 @@ class CallRecorder:
                 called[id(code)] = code
 
         begin_s = time.process_time()
-        threading.settrace(trace)  # type: ignore[arg-type]
-        sys.settrace(trace)  # type: ignore[arg-type]
+        threading.settrace(trace)
+        sys.settrace(trace)
         try:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             names = {
                 f"{code.co_filename.removeprefix(self.root)}:{code.co_qualname}"
                 for code in list(called.values())  # threads may still add some
