@@ -1,6 +1,7 @@
 """Averages of weights, compared with the average of torch on a separate module."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmm.common.errors import CheckpointError
 from torchmm.planning.executions import parameter_states
 from torchmm.recipe.recipe import Recipe
+from torchmm.training.hooks.validation import validated_weights
 from torchmm.training.optimizers.weight_average import WeightAverage
 
 DECAY = 0.7
@@ -70,6 +72,18 @@ def test_averages_replace_weights_temporarily():
         raise KeyError
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
     assert not torch.equal(before["1.weight"], theirs.module[1].weight)
+
+
+@pytest.mark.parametrize("uses_average", [False, True])
+def test_averages_are_validated_if_configured(uses_average):
+    module = model()
+    ours, theirs = averaged(module, 3)
+    recipe = SimpleNamespace(validation=SimpleNamespace(ema=uses_average))
+    components = SimpleNamespace(average=ours, run=SimpleNamespace(recipe=recipe))
+    with validated_weights(components):
+        validated = module[1].weight.clone()
+    expected = theirs.module[1].weight if uses_average else module[1].weight
+    torch.testing.assert_close(validated, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_model_without_trainable_parameters_has_no_average():

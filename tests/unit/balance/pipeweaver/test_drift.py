@@ -141,6 +141,17 @@ def planned(factor: float, images: list[int]) -> tuple[PipelinePlan, StageGraph]
     return lower_plan(order, placed, {}), graph
 
 
+def test_factors_scale_durations_of_their_kinds_only():
+    _, graph = planned(1.0, [1, 1])
+    durations = durations_of(graph, [1, 1])
+    scaled = scale_durations(durations, graph, {("vision", F): 3.0})
+    for number, stage in enumerate(graph.layout.stages):
+        for kind in (F, B):
+            action = Action(kind, number, 0)
+            factor = 3.0 if (stage.module, kind) == ("vision", F) else 1.0
+            assert scaled(action) == factor * durations(action)
+
+
 def durations_of(graph: StageGraph, images: list[int]):
     def duration(action: Action) -> float:
         encoder = graph.layout.stages[action.stage].module == "vision"

@@ -18,6 +18,7 @@ from torchmm.extensions.low_precision.float8 import (
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.tensor.linears import MULTIPLY
 from torchmm.recipe.model_section import FreezeConfig
 
 EMULATED = Float8Config(scaling="rowwise", emulate=True)
@@ -132,3 +133,14 @@ def test_rowwise_scales_are_independent_of_token_split(recipe: str) -> None:
         assert max(errors) > 1e-3
     exact_OI = grad_TO.T @ x_TI
     assert (weight_grad_OI - exact_OI).norm() > 1e-2 * exact_OI.norm(), "values must be rounded"
+
+
+def test_slices_of_linear_add_their_bias() -> None:
+    llm = text_model("qwen2").llm  # with biases of queries, keys and values
+    apply_float8(llm, EMULATED)
+    linear = llm.layers[1].self_attn.q_proj
+    assert isinstance(linear, Float8Linear) and linear.bias is not None
+    weight, bias = torch.randn(linear.weight.shape), torch.randn(len(linear.bias))
+    x = torch.randn(5, weight.shape[1])
+    multiply = getattr(linear, MULTIPLY)
+    torch.testing.assert_close(multiply(x, weight, bias), multiply(x, weight, None) + bias)
