@@ -310,7 +310,7 @@ def low_precision(recipe: Recipe) -> bool:
 
 
 def serve(jobs: Connection, deadline_s: float, defect: str, only_read: bool) -> None:
-    """Judge draws until None arrives or the other end closes the connection."""
+    """Send the verdicts of draws until None arrives or the connection is closed."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
         server = Server(Path(directory), deadline_s, defect, only_read)

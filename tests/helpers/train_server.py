@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
@@ -108,7 +109,9 @@ class TrainServer:
         xdist_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if xdist_run:
             owner = os.getppid()
-            directory = Path(tempfile.gettempdir()) / f"train-server-{xdist_run}"
+            # A test can run the tests of a copy of the repository, which inherit the variable.
+            name = f"train-server-{xdist_run}-{zlib.crc32(bytes(TRAIN)):08x}"
+            directory = Path(tempfile.gettempdir()) / name
             directory.mkdir(exist_ok=True)
         else:
             owner = os.getpid()
@@ -205,10 +208,8 @@ def _serve(address: str, owner: int) -> None:
                 job = connection.recv()
                 _preload_function(job)
                 if not os.fork():
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     listener.close()
-                    _watch(connection, job)
-                    os._exit(0)
+                    _watch_and_exit(connection, job)
     shutil.rmtree(Path(address).parent)
     os.killpg(0, signal.SIGKILL)
 
@@ -225,6 +226,16 @@ def _preload_function(job: dict) -> None:
             importlib.import_module(name)
     sys.path[:] = paths
     gc.freeze()
+
+
+def _watch_and_exit(connection: Connection, job: dict) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        _watch(connection, job)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _watch(connection: Connection, job: dict) -> None:
