@@ -172,8 +172,9 @@ def test_memory_of_dry_run_matches_parameters() -> None:
 
 
 def saved_llm(directory: Path) -> str:
+    # With other seeds, a weight can be in the middle of two levels and be rounded to either.
+    torch.manual_seed(1)
     plain = AutoModelForCausalLM.from_config(recipe_model(text_recipe()).llm.config)
-    torch.manual_seed(0)  # a weight in the middle of two levels could be rounded to either
     randomize(plain)
     plain.save_pretrained(directory)
     return str(directory)
