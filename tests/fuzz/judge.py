@@ -57,7 +57,7 @@ class Judge:
 
     def close(self) -> None:
         """Stop the process after the current draw."""
-        with self._jobs, suppress(EOFError):
+        with self._jobs, suppress(EOFError, OSError):  # if the process has died
             self._jobs.send(None)
             self._jobs.recv()  # until the process has deleted its files
 

@@ -106,25 +106,22 @@ class Calls:
             for function in functions:
                 self.tests[function].add(test)
 
-    def select_tests(self, path: Path, name: str, line: int) -> list[str]:
+    def select_tests(self, root: Path, path: str, line: int) -> list[str]:
         """Return the tests that call the function with a line, fastest first.
 
         A fixture that several tests share is recorded for the first of them. Therefore the
         other tests of the files follow.
 
         Args:
-            path: File of the function.
-            name: Path of the file in the repository.
+            root: Root of the repository.
+            path: Path of the file of the function, relative to the root.
             line: A line of the function. The list is empty for lines outside of functions.
         """
-        functions = functions_at(path, line)
-        tests = set().union(*(self.tests.get(f"{name}:{each}", ()) for each in functions))
-        files = {test.partition("::")[0] for test in tests}
-        others = {test for test in self.seconds if test.partition("::")[0] in files} - tests
-        return [
-            *sorted(tests, key=self.seconds.__getitem__),
-            *sorted(others, key=self.seconds.__getitem__),
-        ]
+        functions = functions_at(root / path, line)
+        callers = set().union(*(self.tests.get(f"{path}:{name}", ()) for name in functions))
+        files = {test.partition("::")[0] for test in callers}
+        tests = [test for test in self.seconds if test.partition("::")[0] in files]
+        return sorted(tests, key=lambda test: (test not in callers, self.seconds[test]))
 
 
 def functions_at(path: Path, line: int) -> set[str]:

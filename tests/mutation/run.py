@@ -113,9 +113,7 @@ def main() -> int:
             file, start = copy / change.path, time.monotonic()
             source = file.read_bytes()
             file.write_bytes(source[: change.start] + change.text.encode() + source[change.end :])
-            tests = (
-                calls.select_tests(ROOT / change.path, change.path, change.line) if calls else []
-            )
+            tests = calls.select_tests(ROOT, change.path, change.line) if calls else []
             tests = tests or order_tests(change.path, imports)
             result = _run_tests(copy, tests, Path(scratch) / "log", arguments.limit)
             shutil.copy2(ROOT / change.path, file)

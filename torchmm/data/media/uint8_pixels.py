@@ -89,7 +89,8 @@ def find_byte_values(
 def _fill_missing_values(byte_values: ByteValues, run: RunProcessor, size: tuple[int, int]) -> bool:
     """Add missing values with gray images. Return False if the processor changes plain images.
 
-    Images with many levels add most values. The others need one image per level.
+    Images with many levels add most values, if the processor keeps their levels. The other values
+    need one image per level.
     """
     table_C256 = byte_values.table_C256
 
@@ -100,8 +101,10 @@ def _fill_missing_values(byte_values: ByteValues, run: RunProcessor, size: tuple
     for start in range(0, len(levels), pixels):
         levels_HW = np.resize(levels[start : start + pixels], (size[1], size[0]))
         gray = Image.fromarray(levels_HW.astype(np.uint8)).convert("RGB")
-        indices = to_uint8(run(gray, **RAW_SETTINGS))
-        table_C256[_channel_indices(indices, byte_values.channels_last), indices] = run(gray)
+        raw = run(gray, **RAW_SETTINGS)
+        if np.isin(raw, levels_HW).all():
+            channels = _channel_indices(raw, byte_values.channels_last)
+            table_C256[channels, to_uint8(raw)] = run(gray)
     for level in missing_levels().tolist():
         plain = Image.new("RGB", size, (level, level, level))
         raw = run(plain, **RAW_SETTINGS)
