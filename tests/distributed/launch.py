@@ -39,6 +39,8 @@ class RankExit:
     outcome: tuple[bool, Any] | None
     """Whether the function succeeded, and its result or traceback. None if nothing was sent."""
     stderr: str
+    end_s: float
+    """Time at which the rank sent its outcome or exited, by the monotonic clock."""
 
     def error(self) -> str | None:
         """Return the failure, or None if the rank sent a result and exited with 0."""
@@ -61,7 +63,8 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     """Call `function(*args)` on every rank of a new gloo process group.
 
     The function must be importable (defined at module level). If a rank fails, the call fails with
-    the traceback of the rank, or with the signal that killed it.
+    the traceback of the rank, or with the signal that killed it. The rank that failed first comes
+    first, because its failure often causes those of other ranks.
 
     Returns:
         Results in rank order.
@@ -71,7 +74,8 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     with server.call("launch:send_exits", call, preload=[function.__module__]) as connection:
         exits: list[RankExit] = pickle.loads(connection.recv_bytes())
     sys.stderr.write("".join(ending.stderr for ending in exits))
-    errors = [f"rank {r} {text}" for r, e in enumerate(exits) if (text := e.error()) is not None]
+    in_time = sorted(enumerate(exits), key=lambda item: item[1].end_s)
+    errors = [f"rank {r} {text}" for r, e in in_time if (text := e.error()) is not None]
     assert not errors, "\n".join(errors)
     return [ending.outcome[1] for ending in exits if ending.outcome]
 
@@ -89,7 +93,7 @@ def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[R
     """Run the function on forked ranks, and kill the ranks that exceed the time limit."""
     context = mp.get_context("fork")
     port, deadline = free_port(), time.monotonic() + TIMEOUT_S
-    processes, readers, outcomes, logs = [], {}, {}, []
+    processes, readers, outcomes, ends, logs = [], {}, {}, {}, []
     for rank in range(ranks):
         reader, writer = context.Pipe(duplex=False)
         readers[reader] = rank
@@ -103,6 +107,7 @@ def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[R
     while readers and (ready := wait(list(readers), max(0.0, deadline - time.monotonic()))):
         for reader in ready:
             rank = readers.pop(reader)
+            ends[rank] = time.monotonic()
             with suppress(EOFError):  # the rank exited without a result
                 outcomes[rank] = reader.recv()
     exits = []
@@ -113,7 +118,8 @@ def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[R
         process.join()
         with log:
             log.seek(0)
-            exits.append(RankExit(exit_code, outcomes.get(rank), log.read()))
+            end_s = ends.get(rank, deadline)
+            exits.append(RankExit(exit_code, outcomes.get(rank), log.read(), end_s))
     return exits
 
 

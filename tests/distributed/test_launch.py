@@ -17,9 +17,9 @@ from torchmm.recipe.parallel_section import ParallelConfig
 def test_killed_rank_is_reported_with_signal(name):
     with pytest.raises(AssertionError) as failure:
         run_distributed(_die_in_the_last_rank, 2, name)
-    survivor, dead = str(failure.value).split("\nrank 1 ")
-    assert survivor.startswith("rank 0 exited with 0:\nTraceback")  # its all-reduce failed
-    assert dead.startswith(f"was killed by {name}, without a result or a traceback; stderr:")
+    dead, survivor = str(failure.value).split("\nrank 0 ")  # the first failure comes first
+    assert dead.startswith(f"rank 1 was killed by {name}, without a result or a traceback; stderr:")
+    assert survivor.startswith("exited with 0:\nTraceback")  # its all-reduce failed
     # No handler can catch SIGKILL.
     assert ("in _die_in_the_last_rank" in dead) == (name != "SIGKILL")
 
