@@ -12,7 +12,7 @@ from pathlib import Path
 
 import proofs
 import pytest
-from campaigns import CAMPAIGNS, EVERY_THIRD
+from campaigns import CAMPAIGNS, EVERY_FIFTH
 from object_server import ObjectServer
 from train_server import TrainServer, shared_server
 
@@ -80,13 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("campaign")
             used |= names
         function = f"{item.path.name}::{item.name.partition('[')[0]}"
-        if function in EVERY_THIRD:
+        if function in EVERY_FIFTH:
             used.add(function)
-            if (cases[function] + len(function)) % 3:  # the first case depends on the name
+            if (cases[function] + len(function)) % 5:  # the first case depends on the name
                 item.add_marker("survey")
             cases[function] += 1
     files = {item.path.name for item in items}
-    missing = (CAMPAIGNS | EVERY_THIRD) - used
+    missing = (CAMPAIGNS | EVERY_FIFTH) - used
     missing = {name for name in missing if name.partition("::")[0] in files}
     if missing and not any(
         "::" in argument for argument in config.args

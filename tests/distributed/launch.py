@@ -28,6 +28,7 @@ from ports import free_port
 from train_server import shared_server
 
 TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
+LOST_CONNECTION = "Connection closed by peer"
 
 
 @dataclass
@@ -58,6 +59,12 @@ class RankExit:
             return f"{status}, after its result; stderr:\n{self.stderr}"
         return f"{status}:\n{value}"
 
+    def lost_connection(self) -> bool:
+        """Return True if the rank failed because gloo closed its connection to another rank."""
+        if self.exit_code != 0 or self.outcome is None or self.outcome[0]:
+            return False
+        return LOST_CONNECTION in self.outcome[1].splitlines()[-1]
+
 
 def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Call `function(*args)` on every rank of a new gloo process group.
@@ -66,18 +73,30 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     the traceback of the rank, or with the signal that killed it. The rank that failed first comes
     first, because its failure often causes those of other ranks.
 
+    If gloo closes a connection although no rank fails for another reason, the call is repeated
+    once. This happens rarely, and the cause is unknown.
+
     Returns:
         Results in rank order.
     """
+    exits = _run_once(function, ranks, args)
+    failed = [ending for ending in exits if ending.error() is not None]
+    if failed and all(ending.lost_connection() for ending in failed):
+        sys.stderr.write("".join(f"repeated after: {ending.error()}\n" for ending in failed))
+        exits = _run_once(function, ranks, args)
+    in_time = sorted(enumerate(exits), key=lambda item: item[1].end_s)
+    errors = [f"rank {r} {text}" for r, e in in_time if (text := e.error()) is not None]
+    assert not errors, "\n".join(errors)
+    return [ending.outcome[1] for ending in exits if ending.outcome]
+
+
+def _run_once(function: Callable[..., Any], ranks: int, args: tuple) -> list[RankExit]:
     call = pickle.dumps((function, ranks, args))
     server = shared_server()
     with server.call("launch:send_exits", call, preload=[function.__module__]) as connection:
         exits: list[RankExit] = pickle.loads(connection.recv_bytes())
     sys.stderr.write("".join(ending.stderr for ending in exits))
-    in_time = sorted(enumerate(exits), key=lambda item: item[1].end_s)
-    errors = [f"rank {r} {text}" for r, e in in_time if (text := e.error()) is not None]
-    assert not errors, "\n".join(errors)
-    return [ending.outcome[1] for ending in exits if ending.outcome]
+    return exits
 
 
 def send_exits(connection: Connection, call: bytes) -> None:

@@ -202,7 +202,7 @@ CASES = {
         Case(2, 1, shard=2, context=2, slices=2, tight=True),
     ],
 }  # fmt: skip
-PARTS = 5
+PARTS = 8
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import signal
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +40,25 @@ def test_rank_that_exits_badly_fails_call():
 
 def _exit_badly() -> None:
     Finalize(None, os._exit, (3,), exitpriority=0)
+
+
+def test_lost_connections_are_repeated_once(tmp_path):
+    assert run_distributed(_lose_connections, 2, tmp_path, 1) == [2, 2]
+    with pytest.raises(AssertionError, match="Connection closed by peer"):
+        run_distributed(_lose_connections, 2, tmp_path / "twice", 2)
+
+
+def test_other_failures_are_not_repeated(tmp_path):
+    with pytest.raises(AssertionError, match="wrong loss"):
+        run_distributed(_lose_connections, 2, tmp_path, 1, "wrong loss")
+
+
+def _lose_connections(directory: Path, times: int, first_rank: str = "Connection closed") -> int:
+    """Fail in the first calls. Return the number of the call."""
+    rank = int(os.environ["RANK"])
+    (directory / str(rank)).mkdir(parents=True, exist_ok=True)
+    call = len(list((directory / str(rank)).iterdir())) + 1
+    (directory / str(rank) / str(call)).touch()
+    if call <= times:
+        raise RuntimeError("Connection closed by peer" if rank else f"{first_rank} by peer [1]:2")
+    return call

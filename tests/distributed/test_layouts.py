@@ -402,7 +402,7 @@ QUANTIZED_CASES = [
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES_OF_2[::3]),
+        (2, CASES_OF_2[::4]),
         pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
         pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
     ],

@@ -79,7 +79,7 @@ CASES: dict[int, list[Case | Disaggregated]] = {
 
 @pytest.mark.parametrize(
     ("ranks", "every"),
-    [(2, 2), *(pytest.param(ranks, 1, marks=pytest.mark.campaign) for ranks in (2, 3, 4))],
+    [(2, 4), *(pytest.param(ranks, 1, marks=pytest.mark.campaign) for ranks in (2, 3, 4))],
 )
 def test_layouts_generate_text_of_one_process(ranks: int, every: int) -> None:
     for rank, results in enumerate(run_distributed(compare_all, ranks, ranks, every)):

@@ -16,12 +16,14 @@ code is in one function.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -35,14 +37,33 @@ Index = int | np.int64
 _njit: Any = njit  # takes options that its annotations do not have
 
 
+class KernelFiles(IndexDataCacheFile):
+    """Cached machine code of a function, which several processes can write at the same time.
+
+    Numba numbers the files of a function. Processes that compile different signatures choose the
+    same number, and a process can read the file of an old source, because the index is written
+    first. It then runs code of other argument types. Here, the number is a digest of source stamp
+    and signature, and the index is written last.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write the code of a signature, then its index entry."""
+        digest = hashlib.sha256(repr((self._source_stamp, key)).encode()).digest()
+        name = self._data_name(int.from_bytes(digest[:8]))
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
+
+
 def _cached(**options: Any) -> Any:
     """Return a caching decorator. Without a writable directory, every process compiles again."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
-            return _njit(cache=True, **options)(function)
+            kernel = _njit(cache=True, **options)(function)
         except RuntimeError:
             return _njit(**options)(function)
+        kernel._cache._cache_file.__class__ = KernelFiles  # numba has no option for it
+        return kernel
 
     return decorate
 
