@@ -70,8 +70,8 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     """Call `function(*args)` on every rank of a new gloo process group.
 
     The function must be importable (defined at module level). If a rank fails, the call fails with
-    the traceback of the rank, or with the signal that killed it. The rank that failed first comes
-    first, because its failure often causes those of other ranks.
+    the traceback of the rank, or with the signal that killed it. Ranks that were killed come first,
+    then the rank that failed first, because their failures often cause those of other ranks.
 
     If gloo closes a connection although no rank fails for another reason, the call is repeated
     once. This happens rarely, and the cause is unknown.
@@ -84,7 +84,9 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     if failed and all(ending.lost_connection() for ending in failed):
         sys.stderr.write("".join(f"repeated after: {ending.error()}\n" for ending in failed))
         exits = _run_once(function, ranks, args)
-    in_time = sorted(enumerate(exits), key=lambda item: item[1].end_s)
+    in_time = sorted(
+        enumerate(exits), key=lambda item: (item[1].outcome is not None, item[1].end_s)
+    )
     errors = [f"rank {r} {text}" for r, e in in_time if (text := e.error()) is not None]
     assert not errors, "\n".join(errors)
     return [ending.outcome[1] for ending in exits if ending.outcome]
