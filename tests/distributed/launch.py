@@ -84,10 +84,8 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     if failed and all(ending.lost_connection() for ending in failed):
         sys.stderr.write("".join(f"repeated after: {ending.error()}\n" for ending in failed))
         exits = _run_once(function, ranks, args)
-    in_time = sorted(
-        enumerate(exits), key=lambda item: (item[1].outcome is not None, item[1].end_s)
-    )
-    errors = [f"rank {r} {text}" for r, e in in_time if (text := e.error()) is not None]
+    order = sorted(range(ranks), key=lambda r: (exits[r].outcome is not None, exits[r].end_s))
+    errors = [f"rank {r} {text}" for r in order if (text := exits[r].error()) is not None]
     assert not errors, "\n".join(errors)
     return [ending.outcome[1] for ending in exits if ending.outcome]
 

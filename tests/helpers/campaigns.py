@@ -358,10 +358,7 @@ CAMPAIGNS = {
     "test_train_early_stopping.py",
     "test_train_new_tokens.py::test_checkpoint_resumes_in_other_layout",
     "test_train_quantization.py::test_checkpoint_resumes_in_other_layout[sharded]",
-    "test_preference_layouts.py::test_resumed_run_has_initial_reference",
-    "test_mixed_precision.py::test_pipeline_ranks_equal_fsdp_on_one_rank",
     "test_loss_term_layouts.py::test_loss_is_cross_entropy",
-    "test_recompute_choice.py::test_compiled_layers_support_modes_with_few_graphs",
 }
 """Tests and files marked `campaign`."""
 EVERY_FIFTH = {

@@ -6,7 +6,7 @@ from numba.core.caching import IndexDataCacheFile
 from torchmm.balance.numba_utils import KernelFiles, next_random
 
 CLASSES = [(KernelFiles, True), (IndexDataCacheFile, False)]
-"""Classes, and whether each call gets its own code. Numba's class is the negative control."""
+"""Classes, and whether processes load the code they ask for. Numba's is the negative control."""
 
 
 @pytest.mark.parametrize(("files", "correct"), CLASSES)
