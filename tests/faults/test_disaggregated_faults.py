@@ -78,7 +78,7 @@ def test_producer_rejection_ends_run_with_message(tmp_path, real_data, producers
     cases = {
         "token": ({}, {TOKEN_VARIABLE: "a guess"}, "rejects the token of this run: wrong token"),
         "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "uses different data"),
-        "no producer": (
+        "address": (
             {
                 "data__producers__addresses": f'["{unused_address}"]',
                 "data__producers__retry_timeout_s": 1,
