@@ -2,7 +2,8 @@
 
 import fakecuda
 
-fakecuda.install(2)
+fakecuda.install()
+fakecuda.set_device_count(2)
 
 import threading
 from dataclasses import replace

@@ -1,6 +1,9 @@
 """Run a script of the repository on emulated CUDA devices: python emulate.py SCRIPT [ARGUMENTS].
 
+A `TrainServer` that imports this module first runs it many times.
+
 Environment:
+    FAKECUDA_DEVICES: Number of devices. The default is 8.
     FAKECUDA_LOG: Directory for the logged device operations of each rank, see `fakecuda.records`.
     FAKECUDA_STEPS: Logged steps. The default is 3, when caches and memory pools are warm.
     FAKECUDA_PORTION: Number of parameters per update chunk with low-precision states.
@@ -19,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import fakecuda
 
-fakecuda.install(int(os.environ.get("FAKECUDA_DEVICES", "8")))
+if fakecuda.ext is None:
+    fakecuda.install()
 
 import torch
 from defects import DEFECTS
@@ -161,6 +165,7 @@ def fuse_loss() -> None:
 
 def main() -> None:
     """Run the script."""
+    fakecuda.set_device_count(int(os.environ.get("FAKECUDA_DEVICES", "8")))
     trace_only()
     fuse_loss()
     # The default splits the states of small models into several chunks.

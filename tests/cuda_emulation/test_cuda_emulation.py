@@ -5,6 +5,7 @@ The third step of every run is logged by `fakecuda` and checked (`fakecuda.races
 are missing on CUDA.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -19,9 +20,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
-from ports import free_port
 from tiny_recipe import ONLY_TRAINS, ROOT, overrides
 from tiny_recipe import records as metrics
+from train_server import TrainServer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -166,6 +167,12 @@ def compiled_device() -> None:
     run([sys.executable, str(HERE / "fakecuda" / "build.py")])
 
 
+@functools.cache
+def emulation_server() -> TrainServer:
+    """Return the server that runs scripts on emulated devices."""
+    return TrainServer(setup="emulate")
+
+
 def run(command: list[str], **environment: str) -> None:
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {
@@ -181,7 +188,9 @@ def run(command: list[str], **environment: str) -> None:
     assert process.returncode == 0, (process.stdout + process.stderr)[-6000:]
 
 
-def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int, list[Record]]:
+def logged(
+    case: Case, tmp_path: Path, data: Path, defect: str = "", devices: int = 8
+) -> dict[int, list[Record]]:
     """Run a case and return the logged operations of its ranks."""
     settings: dict[str, object] = {
         "training__dtype": "bfloat16",
@@ -203,16 +212,18 @@ def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int
         config = ROOT / "recipes" / "quickstart.toml"
         values = {"parallel__vision__sub_microbatch_images": 2} | settings | dict(case.changes)
         arguments = overrides(tmp_path / "run", data, **values)
-    start = [sys.executable]
-    if case.ranks > 1:
-        start += ["-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
-        start += [f"--master-port={free_port()}"]
-    command = [*start, str(HERE / "emulate.py"), "train.py", "--config", str(config), *arguments]
+    command = [str(ROOT / "train.py"), "--config", str(config), *arguments]
     log = tmp_path / "log"
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    if case.offloads:
-        environment["FAKECUDA_OFFLOAD"] = "1"
-    run(command, FAKECUDA_LOG=str(log), FAKECUDA_DEFECT=defect, **environment)
+    environment = {
+        "FAKECUDA_LOG": log,
+        "FAKECUDA_DEFECT": defect,
+        "FAKECUDA_OFFLOAD": "1" if case.offloads else "",
+        "FAKECUDA_DEVICES": devices,
+    }
+    codes, output = emulation_server().run(
+        command, tmp_path / "output", case.ranks, script=HERE / "emulate.py", **environment
+    )
+    assert codes == [0] * case.ranks, output[-6000:]
     ranks = read_records(log, STEP)
     assert len(ranks) == case.ranks
     return ranks
@@ -424,13 +435,10 @@ def test_one_hardware_queue_hangs_pipeline(compiled_device, tmp_path, real_data)
 
 
 @pytest.mark.campaign
-def test_two_ranks_on_one_gpu_are_rejected(
-    compiled_device, tmp_path, real_data, monkeypatch
-) -> None:
+def test_two_ranks_on_one_gpu_are_rejected(compiled_device, tmp_path, real_data) -> None:
     """NCCL would fail in the middle of a step without an explanation."""
-    monkeypatch.setenv("FAKECUDA_DEVICES", "1")
     with pytest.raises(AssertionError, match="ranks 0 and 1 use the same GPU, fake-0"):
-        logged(CASES["pp2"], tmp_path, real_data)
+        logged(CASES["pp2"], tmp_path, real_data, devices=1)
 
 
 @pytest.mark.slow

@@ -103,14 +103,17 @@ class TrainServer:
     """The server process. It ends with its owner, and ends all its children.
 
     The owner is the process that starts the workers of pytest-xdist, or else this process.
+
+    Args:
+        setup: Module that the server imports before all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, setup: str = "") -> None:
         xdist_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if xdist_run:
             owner = os.getppid()
             # A test can run the tests of a copy of the repository, which inherit the variable.
-            name = f"train-server-{xdist_run}-{zlib.crc32(bytes(TRAIN)):08x}"
+            name = f"train-server-{xdist_run}-{zlib.crc32(bytes(TRAIN)):08x}{setup}"
             directory = Path(tempfile.gettempdir()) / name
             directory.mkdir(exist_ok=True)
         else:
@@ -120,16 +123,16 @@ class TrainServer:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not Path(self.address).exists():
-                self._start(owner)
+                self._start(owner, setup)
 
-    def _start(self, owner: int) -> None:
+    def _start(self, owner: int, setup: str) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([str(TRAIN.parent), *filter(None, sys.path)]),
         }
-        command = [sys.executable, __file__, self.address, str(owner)]
+        command = [sys.executable, __file__, self.address, str(owner), setup]
         process = subprocess.Popen(command, start_new_session=True, env=environment)
         while not Path(self.address).exists():
             assert process.poll() is None, "the server ended"
@@ -194,7 +197,9 @@ def shared_server() -> TrainServer:
     return TrainServer()
 
 
-def _serve(address: str, owner: int) -> None:
+def _serve(address: str, owner: int, setup: str) -> None:
+    if setup:
+        importlib.import_module(setup)
     preload_modules()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the server does not wait for its watchers
     owner_end = os.pidfd_open(owner)
@@ -277,4 +282,4 @@ def _run(job: dict) -> int:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

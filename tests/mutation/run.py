@@ -64,7 +64,8 @@ FLIPPED = {
 }
 """Operators with their text and the text that replaces it."""
 
-
+CHECKS = {"strict", "frozen"}
+"""Arguments of `zip` and `dataclass` that only add checks of the program itself."""
 NEAREST = 6
 """Number of test files of any folder that run before the others of the changed folder."""
 FIRST_TESTS = 30
@@ -189,13 +190,13 @@ def find_changes(source: bytes, path: str) -> Iterator[Change]:  # noqa: C901
 def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a tree without annotations, and without what f-strings contain.
 
-    `strict` arguments of `zip` are also excluded. They make no difference in correct programs.
+    `CHECKS` are also excluded. They make no difference in correct programs.
     """
     for field, value in ast.iter_fields(tree):
         if field not in ("annotation", "returns"):
             for node in value if isinstance(value, list) else [value]:
-                is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
-                if isinstance(node, ast.AST) and not (is_strict or isinstance(node, ast.JoinedStr)):
+                is_check = isinstance(node, ast.keyword) and node.arg in CHECKS
+                if isinstance(node, ast.AST) and not (is_check or isinstance(node, ast.JoinedStr)):
                     yield node
                     yield from _code_of(node)
 

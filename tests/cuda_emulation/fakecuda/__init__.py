@@ -1,7 +1,8 @@
 """Emulation of CUDA and NCCL for a torch build without CUDA. Device operations are logged.
 
     import fakecuda            before anything imports torch
-    fakecuda.install(devices=8)
+    fakecuda.install()
+    fakecuda.set_device_count(8)
 
 Tensors on "cuda" use host memory, and CPU kernels compute them immediately in program order.
 Operations that are asynchronous on a GPU (kernels of several streams, NCCL, copies from pinned
@@ -30,6 +31,7 @@ _VERSION = hashlib.sha256(_SOURCE.read_bytes() + version("torch").encode()).hexd
 BUILD = Path.home() / ".cache" / "fakecuda" / _VERSION
 """Directory of the compiled library."""
 ext = None
+device_count = 8
 
 
 def load():
@@ -55,13 +57,12 @@ def load():
     return ext
 
 
-def install(devices: int = 8, name: str = "NVIDIA H200", memory: int = 141 << 30) -> None:
+def install(name: str = "NVIDIA H200", memory: int = 141 << 30) -> None:
     """Replace torch.cuda and the backend "nccl" with the emulation."""
     extension = load()
     import torch
 
-    extension.set_device_count(devices)
-    _patch_cuda(torch, extension, devices, name, memory)
+    _patch_cuda(torch, extension, name, memory)
     _patch_storage(torch, extension)
     _patch_attention(torch)
     _patch_nccl(torch, extension)
@@ -71,7 +72,14 @@ def install(devices: int = 8, name: str = "NVIDIA H200", memory: int = 141 << 30
     symmetric.install()
 
 
-def _patch_cuda(torch, extension, devices, name, memory):
+def set_device_count(count: int) -> None:
+    """Set the number of devices of this host."""
+    global device_count
+    device_count = count
+    ext.set_device_count(count)
+
+
+def _patch_cuda(torch, extension, name, memory):
     cuda = torch.cuda
 
     class Stream(torch.Stream):
@@ -188,7 +196,7 @@ def _patch_cuda(torch, extension, devices, name, memory):
     replacements = dict(
         cudart=Cudart,
         is_available=lambda: True, is_initialized=lambda: True, init=lambda: None,
-        _lazy_init=lambda: None, device_count=lambda: devices,
+        _lazy_init=lambda: None, device_count=lambda: device_count,
         current_device=extension.current_device,
         set_device=lambda d: extension.set_device(index_of(d)), get_device_name=lambda d=None: name,
         get_device_properties=properties,
@@ -206,7 +214,7 @@ def _patch_cuda(torch, extension, devices, name, memory):
         manual_seed=lambda s: None, manual_seed_all=lambda s: None, seed_all=lambda: None,
         get_rng_state=lambda d="cuda": torch.get_rng_state(),
         set_rng_state=lambda s, d="cuda": torch.set_rng_state(s),
-        get_rng_state_all=lambda: [torch.get_rng_state()] * devices,
+        get_rng_state_all=lambda: [torch.get_rng_state()] * device_count,
         set_rng_state_all=lambda s: None, is_current_stream_capturing=lambda: False,
         can_device_access_peer=lambda a, b: True, ipc_collect=lambda: None,
         _is_in_bad_fork=lambda: False, is_mig_enabled=lambda: False,
@@ -219,7 +227,7 @@ def _patch_cuda(torch, extension, devices, name, memory):
     cuda.memory.max_memory_allocated = replacements["max_memory_allocated"]
     cuda.random.get_rng_state = replacements["get_rng_state"]
     cuda.random.set_rng_state = replacements["set_rng_state"]
-    torch._C._cuda_getDeviceCount = lambda: devices
+    torch._C._cuda_getDeviceCount = lambda: device_count
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._cuda_isInBadFork = False
     torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream_id()

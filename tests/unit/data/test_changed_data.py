@@ -178,6 +178,16 @@ def test_changed_weight_applies_to_later_samples(site):
     assert "shown" in first_sources, "earlier samples must not affect the new weights"
 
 
+def test_sequences_without_free_tokens_resume(site):
+    site.rows = site.texts = [{"text": caption(4)} for _ in range(40)]
+    site.write()
+    length = take(site.loader(), 1)[0].microbatches[0].meta.samples[0].tokens
+    options = {"packing": "balanced", "sizes": {"sequence_length": 3 * length}}
+    batches = take(site.loader(**options), 5)
+    assert {len(sequence) for sequence in batches[1].state["closed"]} == {3}
+    assert names(take(site.loader(batches[1].state, **options), 3)) == names(batches[2:])
+
+
 def test_state_without_content_resumes(site, caplog):
     batches = take(site.loader(), 5)
     old = {key: value for key, value in batches[1].state.items() if key != "content"}

@@ -75,6 +75,21 @@ def test_initialization_preserves_global_rng_state() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_local_generator_samples_as_after_manual_seed() -> None:
+    def sample() -> list[torch.Tensor]:
+        values = torch.rand(3, dtype=torch.float64)
+        dropped = torch.ops.aten.native_dropout(torch.ones(8), p=0.5, train=True)[0]
+        return [values, dropped, torch.empty(3).normal_(mean=2.0)]
+
+    torch.manual_seed(3)
+    expected = sample()
+    torch.manual_seed(4)
+    with initialize._LocalGeneratorMode(3):
+        drawn = sample()
+    assert all(map(torch.equal, drawn, expected))
+    assert [tensor.dtype for tensor in drawn] == [torch.float64, torch.float32, torch.float32]
+
+
 def test_ties_survive_materialization() -> None:
     model = fresh(pair_config("llama_tied", "clip"), seed=0)
     head = model.llm.get_parameter("backbone.lm_head.weight")

@@ -111,6 +111,18 @@ def test_three_llm_stages_match_full_llm(family: str) -> None:
         assert relative_error(grad, reference[name]) < 1e-5, name
 
 
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_only_separate_last_stage_of_tied_llm_replicates_embedding(family: str) -> None:
+    head, embedding = "backbone.lm_head.weight", "backbone.model.embed_tokens.weight"
+    tie = {head: embedding} if family == "llama_tied" else {}
+    llm = text_model(family).llm
+    assert (llm.tied_parameters(), llm.tied_replicas()) == (tie, {})
+    for start, stop, replicas in ((0, 1, {}), (1, 2, {}), (2, 3, tie)):
+        stage = llm.rebuild()
+        stage.reduce_to_stages([StageRange(start, stop, start == 0, stop == 3)])
+        assert (stage.tied_parameters(), stage.tied_replicas()) == ({}, replicas)
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "qwen3_5", "lfm2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 )

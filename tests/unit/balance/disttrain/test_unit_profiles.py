@@ -10,6 +10,7 @@ from test_reorder_step import LLM, MODULES, pack, packs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.disttrain.orchestration.bounds import SampleSeconds, UnitBounds
 from torchmm.balance.disttrain.orchestration.problem import UnitCosts
 from torchmm.balance.disttrain.orchestration.unit_costs import (
     ModuleCosts,
@@ -109,6 +110,13 @@ def test_memory_bounds_cover_sample_variance() -> None:
             margin_bytes = in_flight**0.5 * unit.activation_margin_bytes[2]
             bound = in_flight * unit.activation_bytes[2] + margin_bytes
             assert windows.max() <= 1.05 * min(bound, in_flight * unit.max_activation_bytes[2])
+
+
+def test_minimum_chain_includes_unsplit_backward() -> None:
+    seconds = SampleSeconds(9.0, min_forward_s=2.0, min_backward_s=3.0, min_layer_fraction=0.5)
+    bounds = UnitBounds([1.0], {2: seconds}, 0.0, 0.0, {2: 0.0}, 1.0)
+    assert bounds.chain_s(2, unsplit_backward=True) == 5.0
+    assert bounds.chain_s(2, unsplit_backward=False) == 2.0
 
 
 def test_tensor_sizes_follow_heads() -> None:

@@ -158,7 +158,8 @@ def test_memory_limit_is_capped_for_planning(recipe):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "0"], "--gpus = 0"),
+        (["--gpus", "0"], "--gpus = 0 is not positive"),
+        (["--budget-s", "-1"], "--budget-s = -1.0 is negative"),
         (["--device", "abacus"], "--device: unknown device or profile 'abacus'"),
         (["--training.microbatch_size", "5"], "must be a multiple"),
         (["--training.dtype", "float64"], "training.dtype"),
@@ -173,3 +174,9 @@ def test_invalid_arguments_print_one_error(recipe_file, capsys, arguments, words
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert re.search(words, error), error
+
+
+def test_zero_budget_is_accepted(recipe_file, capsys):
+    PLAN(["--config", str(recipe_file), "--gpus", "4", "--budget-s", "0"])
+    printed = capsys.readouterr()
+    assert "--budget-s" not in printed.err

@@ -86,6 +86,12 @@ def reference_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor
     return (velocity - (noise - latents)).square().mean(dim=(1, 2, 3)).sum()
 
 
+def test_export_description_has_autoencoder(model):
+    description = model.generator.describe_export()
+    assert description["source"] == "generator"
+    assert description["vae"] == {"source": "generator/vae", "latent_mode": latent_mode(model)}
+
+
 def test_latent_generator_matches_diffusers_loss_and_gradients(model):
     inputs = generator_inputs(GRIDS, CONTEXTS, latents=latent_mode(model))
     ours, theirs = context(CONTEXTS), context(CONTEXTS)
