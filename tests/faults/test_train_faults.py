@@ -216,7 +216,9 @@ def test_too_many_corrupt_samples_stop_all_ranks(tmp_path, real_data, broken_ima
     run = train_server.start(command, tmp_path / "logs", ranks=2)
     assert run.wait() == [3, 3]
     output = run.output(0) + run.output(1)
-    assert output.count("DataError: ") == 1 and "Traceback" not in output
+    assert output.count("DataError: ") == 1
+    # `multiprocessing` may print a traceback when worker processes exit.
+    assert f'File "{ROOT / "torchmm"}' not in output
     assert "data.max_corrupt_samples = 7" in output
     assert read_status(tmp_path / "run").exit_code == 3
 

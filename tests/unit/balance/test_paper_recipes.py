@@ -203,7 +203,7 @@ def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> Non
     printed = capsys.readouterr().out
     assert all(section.title in printed for section in sections)
     sizes = [r for r in rows if r["case"].startswith("Optimus table 11")]
-    assert sizes and all(r["metric"] == "value, an identity" and not r["met"] for r in sizes)
+    assert sizes and all(r["metric"] == "value, derived" and not r["met"] for r in sizes)
 
 
 @pytest.mark.slow

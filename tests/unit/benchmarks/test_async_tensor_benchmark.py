@@ -63,7 +63,7 @@ def test_async_benchmark_writes_rows_and_plot(tmp_path):
     done = subprocess.run(
         [
             sys.executable, BENCHMARKS / "async_tensor_parallel.py",
-            "--tiny", "--json", rows_file, "--picture", plot,
+            "--tiny", "--json", rows_file, "--plot", plot,
         ],
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
