@@ -38,8 +38,10 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.common.errors import PeerError
 from torchmm.common.rng import restore_rng, seed_everything
+from torchmm.extensions.remote.checkpoints.checkpoint_store import StoredCheckpoints
 from torchmm.extensions.remote.checkpoints.remote_checkpoints import RemoteCheckpoints
 from torchmm.parallel.health.peers import is_peer_failure
+from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.checkpoint.store import step_of_upload_folder
@@ -179,7 +181,7 @@ def examine(directory: Path, expected: dict[int, str], pipe: int) -> None:
 
     Prints the newest step.
     """
-    remote = RemoteCheckpoints(str(directory / "store" / "run"), 5.0, logger)
+    remote = StoredCheckpoints(str(directory / "store" / "run"), DataConfig(), logger)
     folders = remote.committed()
     for number, folder in enumerate(folders):
         run_dir = directory / "examined" / f"{os.getpid()}-{number}" / "run"
