@@ -146,16 +146,17 @@ CASES = {
         Case(2, 1, encoders=2, llm_schedule="zero_bubble", freeze="llm", tight=True),
         Case(1, 1, slices=None, tensor=2, split=1, tight=True),
         *(Case(2, 1, slices=2, composite=name) for name in COMPOSITES),
-        *(Case(2, 2, slices=2, composite=name, llm_schedule="zero_bubble") for name in COMPOSITES),
+        *(
+            Case(2, 2, slices=2, composite=name, llm_schedule="zero_bubble")
+            for name in list(COMPOSITES)[::3]
+        ),
     ],
     4: [
         Case(4, 1, slices=None),
         Case(4, 1, bubbles="coarse", freeze="all but connector"),
         Case(2, 2, shard=2, slices=2, bubbles="coarse", encoders=2, freeze="all but connector"),
         Case(4, 2, slices=None, encoders=2),
-        Case(4, 2, bubbles="coarse", freeze="tower"),
         Case(4, 4),
-        Case(2, 1, shard=2, slices=2),
         Case(2, 2, shard=2),
         # Context-parallel ranks.
         Case(2, 1, shard=2, slices=2, context=2, encoders=2),
@@ -165,30 +166,23 @@ CASES = {
         Case(2, 1, replicate=2, encoders=2),
         # Reductions of a stage overlap with backwards of the other LLM stage and of encoders.
         Case(2, 1, shard=2, slices=2, virtual=2),
-        Case(2, 2, shard=2, slices=2, virtual=2, encoders=2),
         Case(2, 1, replicate=2, slices=2, virtual=2, copies=1),
         Case(2, 2, shard=2, slices=2, llm_schedule="zero_bubble"),
         # Fewer or more encoder replicas than LLM replicas, with and without data parallelism.
         Case(2, 1, shard=2, slices=None, copies=4),
-        Case(2, 1, replicate=2, copies=1),
         Case(2, 1, replicate=2, copies=4),
         Case(4, 2, copies=2),
         Case(1, 1, replicate=2, tensor=2, split=1, copies=1),
         Case(2, 1, tensor=2),
         # Encoders with fewer tensor-parallel ranks than the LLM.
-        Case(2, 1, tensor=2, split=1, slices=None),
         Case(2, 2, tensor=2, split=1, slices=2, bubbles="coarse"),
         Case(2, 1, tensor=2, split=1, encoders=2, virtual=2, sequence_parallel=True),
         Case(2, 1, tensor=2, split=1, freeze="all but connector", llm_schedule="zero_bubble"),
         Case(2, 2, tensor=2, split=1, freeze="tower", copies=2),
-        Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
         # Two encoders with different tensor-parallel sizes, at most the size of the LLM.
-        Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1),
         Case(2, 2, slices=2, encoders=2, tensor=2, split=1, second_split=2, virtual=2, tight=True),
         Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1),
-        Case(1, 1, slices=2, encoders=2, tensor=4, split=1, second_split=2, copies=1,
-             freeze="tower"),
         Case(1, 1, encoders=2, tensor=4, second_split=2, bubbles="coarse", freeze="llm"),
         Case(1, 1, shard=2, slices=2, encoders=2, tensor=2, split=1, second_split=2),
         Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1, llm_schedule="zero_bubble",
@@ -197,7 +191,6 @@ CASES = {
         Case(4, 2, slices=None, encoders=2, tight=True),
         Case(2, 1, shard=2, slices=2, virtual=2, tight=True),
         Case(2, 1, replicate=2, slices=2, copies=1, tight=True),
-        Case(2, 2, tensor=2, slices=2, tight=True),
         Case(2, 1, tensor=2, split=1, slices=None, tight=True),
         Case(2, 1, shard=2, context=2, slices=2, tight=True),
     ],

@@ -104,7 +104,7 @@ CASES = {
         Case("pp2 x tp2, sequence parallel", 2, tensor=2, sequence_parallel=True, seeds=(0, 5)),
     ],
 }  # fmt: skip
-TOY_SEEDS = {"2": range(12), "2 more": range(12, 200), "4": range(200, 250)}
+TOY_SEEDS = {"2": range(12), "2 more": range(12, 80), "4": range(200, 220)}
 """Seeds of random graphs with toy stages, by name of the world."""
 LOSS_SCALE = 0.3
 

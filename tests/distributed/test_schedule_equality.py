@@ -89,8 +89,8 @@ def cases(**sizes: int) -> list[Case]:
     ("sizes", "every"),
     [
         ({"pipeline": 2}, 5),
-        ({"pipeline": 2}, 1),
-        ({"pipeline": 4}, 1),
+        ({"pipeline": 2}, 3),
+        ({"pipeline": 4}, 3),
         ({"pipeline": 2, "shard": 2}, 1),
         ({"pipeline": 2, "tensor": 2}, 1),
     ],

@@ -77,8 +77,16 @@ def assert_same_end(run_dir: Path, undisturbed_run: Path) -> None:
     assert [name for name in actual if not torch.equal(actual[name], expected_weights[name])] == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(
+    ("unit", "fault"),
+    [
+        ("vision", "killed"),
+        ("vision", "hung"),
+        ("llm", "killed"),
+        ("llm", "stopped"),
+        ("generator", "stopped"),
+    ],
+)
 def test_lost_module_resumes_with_same_command(
     tmp_path, real_data, train_server, undisturbed_run, unit, fault
 ):

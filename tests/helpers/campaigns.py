@@ -178,8 +178,8 @@ CAMPAIGNS = {
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
     "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files. Fewer random cases run always.
-    "test_invalid_models.py::test_wrong_config_values_name_key[2-3000]",
-    "test_invalid_models.py::test_damaged_files_are_named[2-2000]",
+    "test_invalid_models.py::test_wrong_config_values_name_key[2-1000]",
+    "test_invalid_models.py::test_damaged_files_are_named[2-700]",
     # Random recipes with an injected defect. Other defects run always.
     "test_fuzz.py::test_judge_detects_defect[gradient-gradient of]",
     "test_fuzz.py::test_judge_detects_defect[averages-average: rank 0]",

@@ -28,7 +28,7 @@ def test_card_example_generates_torchmm_text(name, chats, real_data, tmp_path):
     case = make_card_case(name, chats=chats, data=real_data, root=tmp_path)
     assert is_chat_model(case.directory) == chats
     if name in NOT_RUN:
-        assert "```" not in case.use and "scripts/generate.py" in case.use
+        assert "```" not in case.use and "`torchmm generate`" in case.use
         assert NOT_RUN[name] in case.use
         return
     for package in packages_of(case):
