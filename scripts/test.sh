@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs every check: lint, format, types, tests, random recipes (tests/fuzz). Arguments go to pytest;
 # with `--all` before them long campaigns and surveys of all model families run too, and more recipes
-# are drawn (DRAWS). With CAMPAIGN_S in the environment, campaigns begin in so many seconds or are
-# skipped. Prints little unless something fails. A second run reuses the environment.
+# are drawn (DRAWS). With CAMPAIGN_S in the environment, campaigns outside tests/unit begin in so many
+# seconds or are skipped. Prints little unless something fails. A second run reuses the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -12,7 +12,7 @@ prepare_environment test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 draws=4 selected=(-m "not campaign and not survey")
 if [ "${1:-}" = --all ]; then
-    draws=${DRAWS:-120} selected=()
+    draws=${DRAWS:-30} selected=()
     shift
 fi
 outputs=$(mktemp -d) started=

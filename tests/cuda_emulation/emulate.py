@@ -30,6 +30,7 @@ from defects import DEFECTS
 from fakecuda.flash import as_one
 
 from torchmm.balance import step_plans
+from torchmm.balance.measurement import operators
 from torchmm.balance.optimus.encoder_overlap import EncoderOverlap
 from torchmm.extensions.low_precision import low_precision_optimizer
 from torchmm.models.layers import loss
@@ -171,6 +172,7 @@ def main() -> None:
     # The default splits the states of small models into several chunks.
     low_precision_optimizer.CHUNK_ELEMENTS = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # Milliseconds on a GPU are minutes on a CPU without bfloat16 matmuls.
+    operators.DELAY_WIDTH = 64
     for sizes in (preflight.MATMUL_SIZE, preflight.COPIED_ELEMENTS, preflight.GATHERED_ELEMENTS):
         sizes["cuda"] = sizes["cpu"]
     if os.environ.get("FAKECUDA_OFFLOAD"):
