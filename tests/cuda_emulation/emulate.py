@@ -172,7 +172,8 @@ def main() -> None:
     # The default splits the states of small models into several chunks.
     low_precision_optimizer.CHUNK_ELEMENTS = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # Milliseconds on a GPU are minutes on a CPU without bfloat16 matmuls.
-    operators.DELAY_WIDTH = 64
+    operators.DELAY_WIDTH, operators.PACKED_TOKENS = 64, 256
+    operators.GPU_SIZES = operators.CPU_SIZES
     for sizes in (preflight.MATMUL_SIZE, preflight.COPIED_ELEMENTS, preflight.GATHERED_ELEMENTS):
         sizes["cuda"] = sizes["cpu"]
     if os.environ.get("FAKECUDA_OFFLOAD"):

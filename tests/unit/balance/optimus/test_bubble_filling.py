@@ -22,6 +22,7 @@ from torchmm.balance.optimus.bubble_scheduler import (
     fill_bubbles,
     search_assignment,
 )
+from torchmm.balance.optimus.bubble_scheduler_kernels import NEVER_PS, _earliest_fit
 from torchmm.balance.optimus.encoder_work import EncoderWork
 from torchmm.balance.optimus.idle_intervals import busy_intervals
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, to_picoseconds
@@ -82,6 +83,34 @@ def on_every_device(schedule: BubbleSchedule) -> Iterator[Kernel]:
 
 def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
     return bool(((start < spans[1]) & (end > spans[0])).any())
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_kernel_of_several_devices_starts_at_first_common_gap(width):
+    rng = random.Random(width)
+    for _ in range(300):
+        gaps = []
+        for _ in range(width + 1):
+            ends = sorted(rng.sample(range(40), 8))
+            gaps.append(list(zip(ends[::2], ends[1::2], strict=True)))
+        first, earliest, duration = rng.randrange(2), rng.randrange(15), rng.randrange(1, 5)
+        expected = next(
+            (
+                start
+                for start in range(earliest, 40)
+                if all(
+                    any(begin <= start and start + duration <= end for begin, end in gaps[device])
+                    for device in range(first, first + width)
+                )
+            ),
+            NEVER_PS,
+        )
+        ends = np.array([gap for device in gaps for gap in device], np.int64).T
+        pointers = np.arange(0, 4 * width + 8, 4)
+        start = _earliest_fit.py_func(
+            earliest, duration, pointers[:-1].copy(), pointers, (ends[0], ends[1]), first, width
+        )
+        assert start == expected
 
 
 def test_encoder_kernels_avoid_busy_llm_spans(schedules):
