@@ -261,7 +261,7 @@ def _usage_section(
         return [
             f"`{kind}.from_pretrained` loads this directory. {processor.processor} does not:",
             "it requires a tokenizer of mistral-common, and this one is in the format of",
-            "Hugging Face. Use `scripts/generate.py` of torchmm to generate text.",
+            "Hugging Face. Use `torchmm generate` to generate text.",
         ]
     lines = ["```python", *_code_example(model, kind, tokenizer, processor, prompt, chats), "```"]
     if processor is not None and processor.packages:
@@ -270,8 +270,7 @@ def _usage_section(
     if model.generator is not None:
         lines += [
             "",
-            f"`scripts/generate.py --generate-images` of torchmm generates images with "
-            f"`{GENERATOR}/`.",
+            f"`torchmm generate --generate-images` generates images with `{GENERATOR}/`.",
         ]
     return lines
 
