@@ -262,6 +262,24 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
         assert_same_work(fresh, plain)
 
 
+def test_balanced_inputs_move_to_device(make):
+    microbatches = [
+        microbatch
+        for rank in range(RANKS)
+        for batch in batches_of(make(rank), 3)
+        for microbatch in batch.microbatches
+    ]
+    assert {microbatch.rank_generator is None for microbatch in microbatches} == {True, False}
+    for microbatch in microbatches:
+        moved = microbatch.to("meta")
+        assert {inputs.pixels.is_meta for inputs in moved.rank_encoders.values()} <= {True}
+        assert moved.rank_encoders.keys() == microbatch.rank_encoders.keys()
+        if microbatch.rank_generator is None:
+            assert moved.rank_generator is None
+        else:
+            assert moved.rank_generator.patches_PV.is_meta
+
+
 def test_balanced_loader_resumes_exactly(make):
     first, second, third = batches_of(make(1), 3)
     [again] = batches_of(make(1, state=second.state))

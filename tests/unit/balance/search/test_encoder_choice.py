@@ -44,14 +44,14 @@ def recipe_of(*encoders: str, parallel: str = "") -> Recipe:
     return Recipe.model_validate(tomli.loads(text))
 
 
-def sizes_of(recipe: Recipe) -> list[tuple[object, ...]]:
+def sizes_of(recipe: Recipe, devices: int = 8) -> list[tuple[object, ...]]:
     """Return pipeline and tensor parallelism of all encoders, for each listed plan."""
     sample = StepSample(recipe)
     keys = ("pipeline", "tensor")
     names = [module.name for module in sample.modules if module.kind == "encoder"]
     return sorted(
         tuple(plan.changes.get(f"parallel.{name}.{key}") for name in names for key in keys)
-        for plan in recipe_plans("colocated", recipe, 8, sample)
+        for plan in recipe_plans("colocated", recipe, devices, sample)
     )
 
 
@@ -82,6 +82,11 @@ def test_encoder_plans_combine_open_sizes():
     assert "parallel.vision.segments" in open_keys(
         "colocated", partly_open, StepSample(partly_open)
     )
+
+
+def test_smaller_encoder_sizes_divide_tensor_size_and_heads():
+    recipe = recipe_of("vision", parallel="tensor = 6\n")  # 4 heads
+    assert {tensor for _, tensor in sizes_of(recipe, 24)} == {6, 2, 1}
 
 
 @pytest.mark.parametrize("parallel", ["", "tensor = 2\n"])
