@@ -69,7 +69,8 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
             marks=needs_extension("extensions.async_tp"),
         ),
         (4, {"model_type": "olmo2"}, {"tensor": 4}, "above the 2 key and value heads"),
-        (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is above the"),
+        (4, {}, {"shard": 4, "llm": {"context": 4}}, None),
+        (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is above the 4 attention heads"),
         (
             4,
             {

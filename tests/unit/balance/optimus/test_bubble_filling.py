@@ -340,6 +340,7 @@ def test_wide_encoder_waits_for_all_devices():
     for (device, _, end), (other, start, _) in pairwise(kernels):
         assert device != other or end <= start
     assert schedule.before_ms + schedule.after_ms == pytest.approx(8 + 4)
+    assert [work.busy_ms for work in schedule.works] == [16, 8]
 
 
 def test_encoder_without_cost_adds_no_time():

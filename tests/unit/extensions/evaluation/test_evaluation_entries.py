@@ -40,6 +40,14 @@ def test_benchmarks_run_after_checkpoints():
     assert list(hooks)[-1] == "benchmarks"
 
 
+def test_scores_are_recorded_once_they_are_available():
+    hook = BenchmarkHook.__new__(BenchmarkHook)
+    evaluations = iter([None, SimpleNamespace(scores={"mmmu": 0.25})])
+    hook._processes = SimpleNamespace(poll=lambda: next(evaluations))
+    assert hook._pop_scores() == {}
+    assert hook._pop_scores() == {"scores": {"mmmu": 0.25}}
+
+
 def test_benchmarks_without_tasks_are_rejected():
     recipe = Recipe.model_validate({"validation": {"benchmarks": {"interval": 2, "python": "no"}}})
     assert BenchmarksConfig.from_parent(recipe.validation).interval == 2
