@@ -84,6 +84,13 @@ def site(tmp_path, tokenizer, text_spec):
         reader.close()
 
 
+def test_digest_is_independent_of_key_order():
+    state = {"steps": 3, "feeds": {"a": 1, "b": 2}}
+    reordered = {"feeds": {"b": 2, "a": 1}, "steps": 3}
+    assert digest_state(state) == digest_state(reordered)
+    assert digest_state(state) != digest_state(state | {"steps": 4})
+
+
 @pytest.mark.parametrize(("workers", "arrange"), [(0, None), (2, None), (0, largest_first)])
 def test_shared_reader_batches_match_separate_readers(site, workers, arrange):
     address = site.start(workers=workers)

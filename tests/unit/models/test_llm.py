@@ -112,7 +112,7 @@ def test_three_llm_stages_match_full_llm(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
-def test_only_separate_last_stage_of_tied_llm_replicates_embedding(family: str) -> None:
+def test_last_stage_of_tied_llm_replicates_embedding(family: str) -> None:
     head, embedding = "backbone.lm_head.weight", "backbone.model.embed_tokens.weight"
     tie = {head: embedding} if family == "llama_tied" else {}
     llm = text_model(family).llm

@@ -86,7 +86,7 @@ def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_kernel_of_several_devices_starts_at_first_common_gap(width):
+def test_wide_kernel_starts_at_first_common_gap(width):
     rng = random.Random(width)
     for _ in range(300):
         gaps = []
