@@ -286,9 +286,9 @@ def test_only_report_of_active_run_reloads(run_dir: Path, state: str, renews: st
 
 
 def test_time_remaining_is_time_of_missing_steps(run_dir: Path) -> None:
-    recipe = {"name": "long", "training": {"steps": 20 + 360_100}}
+    recipe = {"name": "long", "training": {"steps": 60_000 + 360_100}}
     (run_dir / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    write_status(run_dir, Status("running", 20, 0))
+    write_status(run_dir, Status("running", 60_000, 0))
     assert "<dt>time remaining</dt><dd>1:00:01</dd>" in render_run_page(read_run(run_dir))
     write_status(run_dir, Status("done", 20, 0, 0))
     assert "time remaining" not in render_run_page(read_run(run_dir))
