@@ -312,7 +312,7 @@ CASES += [Case(family, True, adapted="dora") for family in MERGERS]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "every"),
-    [(2, 6), *(pytest.param(ranks, 2, marks=pytest.mark.campaign) for ranks in (2, 4))],
+    [(2, 6), *(pytest.param(ranks, 1, marks=pytest.mark.campaign) for ranks in (2, 4))],
 )
 def test_split_encoders_equal_unsharded(ranks, every):
     # The number of ranks affects sequence lengths and heads, not families.

@@ -82,7 +82,7 @@ CASES += [Case("qwen2_5_omni", True, chunks=2, composite=True)]
 @proves("sequence", LLMS, every=1)
 @proves("tensor", COMPOSITES, every=1)
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [6, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.campaign)])
 def test_tensor_parallel_llms_equal_unsharded(every):
     for outcomes in zip(*run_distributed(_compare_all, 2, CASES[::every]), strict=True):
         for case, errors in outcomes:
