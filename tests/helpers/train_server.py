@@ -45,6 +45,14 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 CLIENT = Path(__file__).with_name("train_client.py")
 
 
+def has_traceback(output: str) -> bool:
+    """Return whether an output has a traceback with a frame of torchmm.
+
+    A thread of torchdata may print its own traceback when worker processes are killed.
+    """
+    return "Traceback" in output and f'File "{TRAIN.parent / "torchmm"}' in output
+
+
 class ForkedRank:
     """A process of the server with the methods of `subprocess.Popen` that end and wait for it."""
 
