@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from test_structure import (
     short,
     torchmm_imports,
 )
-from tiny_recipe import QUICKSTART, arguments
+from tiny_recipe import QUICKSTART, arguments, records
 
 EXTENSIONS = [
     "balance",
@@ -37,14 +36,19 @@ CORE_TESTS = (
 )
 IMPORT_ALL = """
 import importlib, sys
-for name in sys.argv[1:]:
+names, missing = sys.argv.pop(1), []
+for name in names.split():
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("torchmm"):
-            print(f"{name}: {error}")
+            missing.append(f"{name}: {error}")
+if missing or len(sys.argv) == 1:
+    sys.exit("\\n".join(missing))
+from torchmm.commands.train import main
+sys.exit(main())
 """
-"""Program that imports modules and prints the modules that require a deleted module."""
+"""Program that imports modules and trains, unless a module requires a deleted module."""
 
 COPY_ONLY = """
 import sys
@@ -73,12 +77,14 @@ def test_dependents_follow_declared_imports():
 
 
 def copy_repository(target: Path, *deleted: str) -> Path:
-    """Copy the tracked files, and delete extensions with their tests from the copy."""
+    """Copy the tracked files and compiled modules, then delete extensions and their tests."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listing.stdout.decode().split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+    for cache in (ROOT / "torchmm").rglob("__pycache__"):
+        shutil.copytree(cache, target / cache.relative_to(ROOT))
     for extension in deleted:
         folder = extension if extension == "balance" else f"extensions/{extension}"
         shutil.rmtree(target / "torchmm" / folder)
@@ -99,20 +105,19 @@ def run_python(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train_losses(copy: Path, run_dir: Path, data: Path) -> list[float]:
-    """Train two steps in one process and return the losses."""
+def train_losses(copy: Path, run_dir: Path, data: Path, modules: list[str]) -> list[float]:
+    """Import modules, train two steps in the same process, and return the losses."""
     command = arguments(run_dir, data, training__steps=2)
     command[command.index(str(QUICKSTART))] = str(copy / QUICKSTART.relative_to(ROOT))
-    result = run_python(copy, "train.py", *command)
+    result = run_python(copy, "-c", IMPORT_ALL, " ".join(modules), *command)
     assert result.returncode == 0, result.stdout + result.stderr
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [record["loss"] for record in records(run_dir)]
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory, real_data) -> list[float]:
     """Return the losses with all extensions installed."""
-    losses_ = train_losses(ROOT, tmp_path_factory.mktemp("complete") / "run", real_data)
+    losses_ = train_losses(ROOT, tmp_path_factory.mktemp("complete") / "run", real_data, [])
     assert len(losses_) == 2
     return losses_
 
@@ -137,20 +142,19 @@ def independent_modules(copy: Path, deleted: set[str]) -> list[str]:
 )
 def test_core_works_without_extension(deleted, tmp_path, losses, real_data):
     copy = copy_repository(tmp_path / "copy", *deleted)
-    result = run_python(copy, "-c", IMPORT_ALL, *independent_modules(copy, deleted))
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
-    assert train_losses(copy, tmp_path / "run", real_data) == losses
+    modules = independent_modules(copy, deleted)
+    assert train_losses(copy, tmp_path / "run", real_data, modules) == losses
 
 
 def test_deleted_module_fails_imports(tmp_path):
     """Check as a negative control that modules of the core are required."""
     copy = copy_repository(tmp_path / "copy", "reports")
     (copy / "torchmm/recipe/section.py").unlink()
-    result = run_python(
-        copy, "-c", IMPORT_ALL, "torchmm.recipe.recipe", "torchmm.extensions.reports.extension"
-    )
-    assert "torchmm.recipe.recipe: No module named 'torchmm.recipe.section'" in result.stdout
-    assert "No module named 'torchmm.extensions.reports'" in result.stdout
+    modules = "torchmm.recipe.recipe torchmm.extensions.reports.extension"
+    result = run_python(copy, "-c", IMPORT_ALL, modules)
+    assert result.returncode == 1
+    assert "torchmm.recipe.recipe: No module named 'torchmm.recipe.section'" in result.stderr
+    assert "No module named 'torchmm.extensions.reports'" in result.stderr
 
 
 def test_core_tests_pass_without_extensions(tmp_path, real_data):
