@@ -174,6 +174,21 @@ def test_hanging_rank_0_is_named_by_other_ranks(is_lost_peer, tmp_path, monkeypa
     assert ("rank 0 (process 77 on node1) did not respond" in str(raised.value)) != is_lost_peer
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_watchdog_ends_ranks_without_raised_errors(raises, tmp_path):
+    """Check that with gloo, only a long phase ends the process if a peer is lost."""
+    ended: list[str] = []
+    health = HealthMonitor(
+        tmp_path, timeout_s=1, heartbeat_s=100, raises=raises, on_lost=lambda e: ended.append(phase)
+    )
+    health._watch.check = lambda *state: PeerError("lost")
+    for phase in ("step", "checkpoint", "waiting for data"):
+        health._phase = phase
+        health._check_peers()
+    health.close()
+    assert ended == (["checkpoint"] if raises else ["step", "checkpoint"])
+
+
 def test_exception_on_rank_0_reaches_the_caller():
     group = SideGroup.create()
     assert group.run_on_rank_zero(lambda: 3) == 3 and group.gather(4) == [4]

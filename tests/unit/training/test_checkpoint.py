@@ -147,6 +147,24 @@ def test_asynchronous_save_stores_values_of_call(manager, monkeypatch):
     assert same(everything(model, optimizer), at_call)
 
 
+@pytest.mark.parametrize("error", [ValueError, PeerError])
+def test_errors_wait_for_running_saves(error, manager, monkeypatch, tmp_path):
+    """Check that a run that fails finishes its save, unless a peer is lost."""
+    gate = checkpoint.threading.Event()
+    write = CheckpointManager._write
+    monkeypatch.setattr(
+        CheckpointManager, "_write", lambda *a, **k: (gate.wait(30), write(*a, **k))
+    )
+    first = manager(async_save=True)
+    with pytest.raises(error), first:
+        first.save(1, *build(), {})
+        checkpoint.threading.Timer(0.2, gate.set).start()
+        raise error("failed")
+    assert steps(tmp_path) == (["step-1"] if error is ValueError else [])
+    gate.set()
+    first.wait()
+
+
 def test_next_save_waits_for_previous_save(manager, tmp_path):
     first = manager(async_save=True, keep_latest=9)
     model, optimizer = build()

@@ -7,8 +7,9 @@ import numpy as np
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
-from torchmm.costs.execution import Execution
-from torchmm.costs.sizes import sequence_sizes
+from torchmm.costs.blocks import HeadBlock
+from torchmm.costs.execution import CostSetting, Execution
+from torchmm.costs.sizes import llm_sizes, sequence_sizes
 from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
@@ -39,3 +40,12 @@ def test_tensor_parallel_loss_costs_use_chunks() -> None:
             )
         assert results["default"] == results[same]
         assert results["all"][1] > 2 * results["always"][1]
+
+
+def test_only_complete_logits_are_gathered() -> None:
+    sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 8),), 8)], [8], padding=True)
+    setting = CostSetting(Execution(tensor=2), 4)
+    for chunk_targets, kinds in ((0, ["all_gather"]), (4, [])):
+        head = HeadBlock(True, linear=(16, 64), norm="rms", chunk_targets=chunk_targets)
+        forward = head.operators(sizes, setting).forward
+        assert [operator.kind for operator in forward if operator.network_bytes] == kinds

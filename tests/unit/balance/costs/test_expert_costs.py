@@ -9,7 +9,12 @@ from torchmm.balance.costs.model import CostModel, ShardLinks, all_gather_operat
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.costs.devices import WITHIN_NODE, Device
 from torchmm.costs.execution import Execution
-from torchmm.costs.layers import expert_parameters, layer_parameters, stage_parameters
+from torchmm.costs.layers import (
+    expert_parameters,
+    layer_parameters,
+    muon_rounds,
+    stage_parameters,
+)
 from torchmm.costs.operators import KINDS, DeviceProfile, EfficiencyCurve
 from torchmm.models.layers.experts import expert_modules
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
@@ -28,6 +33,15 @@ def test_expert_parameters_match_real_layer(llm) -> None:
         total = layer_parameters(description)
         fewer = total - layer_parameters(description, expert=4)
         assert fewer == pytest.approx(real * 3 / 4, rel=0.01)
+
+
+def test_muon_separates_expert_parallel_matrices(llm) -> None:
+    module = llm.describe()
+    both = {matrix.matrix_count > 1 for matrix in muon_rounds(module, 0, 1, 100, 1)[0]}
+    assert both == {True, False}
+    dense, experts = muon_rounds(module, 0, 1, 100, expert=2)
+    assert {matrix.matrix_count for matrix in dense} == {1}
+    assert {matrix.matrix_count for matrix in experts} == {8}
 
 
 def test_expert_parallel_rank_gathers_local_experts(llm) -> None:

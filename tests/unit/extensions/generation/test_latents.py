@@ -11,7 +11,7 @@ from generator_cases import LATENT_VALUES, VAE, generator_inputs, latent_config
 from model_cases import LLMS, build, relative_error
 from safetensors.torch import load_file, save_file
 from support.allocations import CountPeak
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import CheckpointError, ConfigError
@@ -316,6 +316,25 @@ def test_encoding_flops_match_torch_counter(model):
     encoding_flops = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
     assert encoding_flops == pytest.approx(counted - without, rel=1e-6)
     assert actual == pytest.approx(counted, rel=0.01)
+
+
+def test_norms_of_encoder_read_and_write_activations(model):
+    """Count the values of all normalizations in a run of the encoder on 8 x 8 patches."""
+    values: list[int] = []
+
+    def count(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        values.append(inputs[0].numel() + output.numel())
+
+    encoder = model.generator.latent_encoder.encoder
+    norms = [module for module in encoder.modules() if isinstance(module, nn.GroupNorm)]
+    handles = [norm.register_forward_hook(count) for norm in norms]
+    side = 8 * model.generator.spec.latents.side_px
+    encoder(torch.zeros(1, 3, side, side))
+    for handle in handles:
+        handle.remove()
+    (norm,) = (work for work in model.generator.describe().latents.work if work.kind == "norm")
+    assert norm.calls == len(values) > 0
+    assert norm.elements == pytest.approx(sum(values) / 8**2)
 
 
 @pytest.mark.parametrize("encode_batch_size", [1, 2, 8])

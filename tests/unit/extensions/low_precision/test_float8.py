@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_cases import pair_config, text_model
+from model_cases import LLMS, build, pair_config, text_model
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -19,7 +19,7 @@ from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.tensor.linears import MULTIPLY
-from torchmm.recipe.model_section import FreezeConfig
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 EMULATED = Float8Config(scaling="rowwise", emulate=True)
 CPU = torch.device("cpu")
@@ -84,6 +84,17 @@ def test_device_with_float8_support_is_accepted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = Float8Config(scaling="tensorwise")
     assert float8_problems([text_model("llama").llm], config, torch.device("cuda")) == []
+
+
+def test_tensor_parallel_shards_must_be_multiples_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    module = build(ModelConfig(llm=LlmConfig(config={**LLMS["llama"], **sizes}))).llm
+    config, cuda = Float8Config(scaling="tensorwise"), torch.device("cuda")
+    assert float8_problems([module], config, cuda, {"llm": 2}) == []
+    problems = float8_problems([module], config, cuda, {"llm": 8})
+    assert len(problems) == 1 and "splits 64 features" in problems[0]
 
 
 def test_missing_torchao_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
