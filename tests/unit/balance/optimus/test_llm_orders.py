@@ -11,7 +11,7 @@ from torchmm.balance.optimus.llm_schedules import llm_schedules, microbatch_sequ
 from torchmm.balance.optimus.llm_timeline import build_llm_timeline
 from torchmm.balance.optimus.schedule_selection import select_schedules
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import backbone_order
@@ -58,6 +58,27 @@ def test_frozen_llm_skips_backward_actions():
     named, *_ = llm_schedules(frozen, frozen_costs, "interleaved_1f1b", EVALUATIONS)
     *_, searched = llm_schedules(frozen, frozen_costs, "searched", EVALUATIONS)
     assert [Counter(row) for row in searched] == [Counter(row) for row in named]
+
+
+def test_search_uses_given_or_proportional_bytes():
+    """Check that unknown activation bytes are proportional to forward times."""
+    different = 0
+    for seed in (2, 3, 6):
+        graph, costs, _ = random_step(seed)
+        assert not costs.saved_bytes
+        proportional = {
+            Task(action.stage, action.microbatch, action.sub_microbatch): round(1e6 * ms)
+            for action, ms in costs.compute_ms.items()
+            if action.type.value == "F"
+        }
+        uneven = {task: 10**9 if task.microbatch % 2 else 1 for task in proportional}
+        unknown, known, other = (
+            list(llm_schedules(graph, replace(costs, saved_bytes=kept), "searched", 200))
+            for kept in ({}, proportional, uneven)
+        )
+        assert unknown == known
+        different += unknown != other
+    assert different > 0
 
 
 def test_searched_llm_never_lengthens_step():
