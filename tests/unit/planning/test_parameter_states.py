@@ -50,9 +50,13 @@ def test_muon_has_one_moment_in_layers():
     assert muon.uses_muon and muon.fused_update_traffic == muon.update_traffic
 
 
-@pytest.mark.parametrize(("dtype", "moment"), [("bfloat16", 2), ("int8", 1 + 4 / 64)])
-def test_compact_moments_use_less_memory(dtype, moment):
+@pytest.mark.parametrize(
+    ("dtype", "moment", "conversion"), [("bfloat16", 2, 92), ("int8", 1 + 4 / 64, 70)]
+)
+def test_compact_moments_use_less_memory(dtype, moment, conversion):
     compact = states({}, state_dtype=dtype)
     assert compact.moments == pytest.approx(2 * moment)
     assert compact.fused_update_traffic == pytest.approx(2 * (4 + 2 * moment) + 4)
     assert compact.update_chunk > 0 and compact.float32_moment_copy == 4
+    # Without fused kernels, each operator of the conversion of both moments moves bytes.
+    assert compact.update_traffic - states({}).update_traffic == 2 * conversion
