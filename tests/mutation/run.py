@@ -70,6 +70,8 @@ NEAREST = 6
 """Number of test files of any folder that run before the others of the changed folder."""
 FIRST_TESTS = 30
 """Number of tests that call a changed function and run before the others."""
+TIMEOUT_S = 90
+"""Maximum duration of a test. A change that causes an endless loop is detected."""
 GOLDENS = "tests/goldens/test_goldens.py"
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
@@ -312,7 +314,7 @@ def _test_and_exit(copy: Path, tests: list[str], log: Path) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    options = ["-q", "-x", "-m", "not campaign", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "-m", "not campaign", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}"]
     os._exit(pytest.main([*options, *tests], plugins=[InOrder()]))
 
 

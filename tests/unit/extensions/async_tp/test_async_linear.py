@@ -9,7 +9,12 @@ from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.async_tp import selection as overlap_choice
-from torchmm.extensions.async_tp.backends import BACKENDS, CollectiveBackend, RingBackend
+from torchmm.extensions.async_tp.backends import (
+    BACKENDS,
+    CollectiveBackend,
+    RingBackend,
+    SymmetricMemoryBackend,
+)
 from torchmm.extensions.async_tp.linear import (
     Overlap,
     gather_linear,
@@ -17,6 +22,7 @@ from torchmm.extensions.async_tp.linear import (
     linear_scatter,
 )
 from torchmm.extensions.async_tp.styles import PrecomputedColumn, ScopeInput
+from torchmm.parallel import torch_compat
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
@@ -75,6 +81,20 @@ def test_collective_backend_matches_matmul_on_sixteen_ranks(group, rows):
     out = torch.cat([out_SD._local_tensors[rank] for rank in range(ranks)])
     torch.testing.assert_close(out[:rows], x_TD @ up_FD.T @ down_DF.T, rtol=1e-5, atol=1e-4)
     assert not out[rows:].any()
+
+
+@pytest.mark.parametrize("group", [1], indirect=True)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fused_scatter_adds_products_of_all_inputs(group, count, monkeypatch):
+    """Replace the fused operator of CUDA by a matmul on one rank, with a row of padding."""
+    monkeypatch.setattr(torch_compat, "fused_matmul_scatter", lambda x, weight, _: x @ weight)
+    inputs = [torch.randn(5, 4) for _ in range(count)]
+    weights = [torch.randn(3, 4) for _ in range(count)]
+    backend = SymmetricMemoryBackend(group, 1)
+    out_SD = backend.start_linear_scatter(inputs, weights, 6)._started
+    expected = sum(x @ weight.T for x, weight in zip(inputs, weights, strict=True))
+    torch.testing.assert_close(out_SD[:5], expected)
+    assert not out_SD[5:].any()
 
 
 @pytest.mark.parametrize("group", [1], indirect=True)
