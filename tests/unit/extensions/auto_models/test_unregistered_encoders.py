@@ -67,6 +67,24 @@ def rejection(model_type: str, **settings: object) -> str:
     return "; ".join(caught.value.problems)
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_llava_requires_hidden_states_of_layers(count, monkeypatch) -> None:
+    """Return hidden states of other values, then too few hidden states."""
+    assert proof("vit", **TINY).family.is_llava_compatible
+    forward = modeling_vit.ViTModel.forward
+
+    def changed(*arguments: object, **options: object) -> object:
+        output = forward(*arguments, **options)
+        if output.hidden_states is not None:
+            factor = 2 if count == 4 else 1
+            states = [factor * state for state in output.hidden_states[:count]]
+            output.hidden_states = tuple(states)
+        return output
+
+    monkeypatch.setattr(modeling_vit.ViTModel, "forward", changed)
+    assert not proof("vit", **TINY).family.is_llava_compatible
+
+
 def test_unlisted_encoder_trains_with_warning(caplog) -> None:
     caplog.set_level(logging.WARNING)
     parity._register_encoder.cache_clear()

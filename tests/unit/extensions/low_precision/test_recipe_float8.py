@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from recipe_problems import problems_of
 
+from torchmm.planning.converters import find_converters
 from torchmm.recipe.read import load_recipe
 
 MODEL = """
@@ -41,6 +42,19 @@ VISION = "--float8.modules ['llm','vision'] "
 )
 def test_valid_float8_recipe_loads(recipe: Path, arguments: str) -> None:
     load_recipe(recipe, arguments.split(), 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", ["Float8Converter"]),
+        ("--float8.scaling none", []),
+        ("--float8.scaling none --quantization.quant_type nf4", ["QuantizationConverter"]),
+    ],
+)
+def test_recipe_selects_converters(recipe: Path, arguments: str, expected: list[str]) -> None:
+    loaded = load_recipe(recipe, arguments.split()).recipe
+    assert [type(converter).__name__ for converter in find_converters(loaded)] == expected
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from test_producers import GENERATOR
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.build import build_loader
 from torchmm.data.samples import RemoteSamples, find_samples
-from torchmm.data.steps.remote_steps import StepRequest
+from torchmm.data.steps.remote_steps import LazyPacks, StepPart, StepRequest
 from torchmm.extensions.remote.producers.rpc import FlightServer
 from torchmm.extensions.remote.producers.server import open_producer
 from torchmm.extensions.remote.producers.step_plans import VALUE_ERRORS
@@ -83,6 +83,19 @@ def site(tmp_path, tokenizer, text_spec):
     yield SimpleNamespace(start=start, loader=loader, data=data, specs=specs, opened=opened)
     for producer in opened:
         producer.close()
+
+
+def test_missing_sequences_are_requested_together():
+    requests = []
+
+    def request(numbers, with_records):
+        requests.append((numbers, with_records))
+        return StepPart({0: "other", 1: "second", 2: "third"}, [], {}, 0.0)
+
+    packs = LazyPacks({0: "first"}, request)
+    assert packs(0) == "first" and not requests
+    assert (packs(2), packs(1), packs(0)) == ("third", "second", "first")
+    assert requests == [(None, False)]
 
 
 @pytest.mark.parametrize(("arrange", "workers"), [(None, 2), (largest_first, 0)])

@@ -108,7 +108,7 @@ class BlockCache:
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Store an entry if the disk has space."""
-        if not 0 < len(content) + CHECKSUM_BYTES <= self.limit_bytes:
+        if len(content) + CHECKSUM_BYTES > self.limit_bytes:
             return
         path = self.entry_path(name)
         partial = path.with_name(f".{name}.{uuid4().hex}")
