@@ -177,7 +177,8 @@ def test_head_with_bias_is_rejected(source):
     phi = {**LLMS["llama"], "model_type": "phi", "num_key_value_heads": 4}
     model = {"llm": {"config": phi}, "tokenizer": str(source()), "new_tokens": NEW}
     recipe = Recipe.model_validate({"model": model})
-    with pytest.raises(ConfigError, match=r"model\.new_tokens: 'phi' is not supported"):
+    expected = r"model\.new_tokens: 'phi' is not supported, because backbone\.lm_head\.bias is not"
+    with pytest.raises(ConfigError, match=expected):
         recipe_model(recipe)
 
 

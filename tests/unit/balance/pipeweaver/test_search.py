@@ -152,6 +152,19 @@ def test_budgets_must_be_positive(arguments):
         SearchBudget(**arguments)
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(8, 3), (4, 2), (1, 1), (None, 1)])
+def test_search_uses_at_most_half_of_the_cores(cores, expected, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    built = []
+
+    def build(evaluator, generator):
+        built.append(evaluator)
+        return RandomSearch(evaluator, generator)
+
+    search_orders(skewed(1), SearchBudget(evaluations=10), workers=3, strategy=build)
+    assert len(built) == expected
+
+
 def test_number_of_workers_must_be_positive():
     with pytest.raises(ValueError, match="workers = 0"):
         search_orders(skewed(1), SearchBudget(evaluations=1), workers=0)

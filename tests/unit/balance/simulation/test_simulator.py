@@ -245,9 +245,9 @@ def test_all_cost_problems_are_reported():
         tp_comm_ms={Action(T.F, 1, 0): 3.0, Action(T.B, 1, 0): -1.0},
         reduce_ms={1: math.inf},
         transfer_ms={(Message(0, 1, 0), False): -0.5},
-        saved_bytes={Task(0, 0): 4, Task(0, 1): -4},
-        saved_for_weights_bytes={Task(0, 0): -5},
-        static_bytes=(1, 2, -3),
+        saved_bytes={Task(0, 0): 4, Task(0, 1): -4, Task(1, 0): math.inf},
+        saved_for_weights_bytes={Task(0, 0): -5, Task(1, 1): math.inf},
+        static_bytes=(1, math.inf, -3),
         memory_limit_bytes=0,
     )
     with pytest.raises(SimulationError) as caught:
@@ -263,12 +263,15 @@ def test_all_cost_problems_are_reported():
         "(transfer of 0SEND_F0>1@1 from rank 0) has a duration of -0.5 ms",
         "saves 4 bytes, -5 between",
         "saves -4 bytes",
+        "saves inf bytes",
+        "saves 0 bytes, inf between",
         "static_bytes of 3 ranks for a plan of 2",
+        "rank 1 has inf static bytes",
         "rank 2 has -3 static bytes",
         "memory limit 0 bytes",
     ):
         assert message in text, (message, text)
-    assert len(caught.value.problems) == 12
+    assert len(caught.value.problems) == 15
 
 
 def test_plans_with_cyclic_waits_are_rejected():

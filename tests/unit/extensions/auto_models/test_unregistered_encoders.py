@@ -19,6 +19,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.extensions.auto_models import parity
+from torchmm.extensions.auto_models.encoder_structure import _weights_outside as weights_outside
 from torchmm.extensions.auto_models.encoders import DetectedEncoderFamily, small_encoder_config
 from torchmm.extensions.auto_models.parity import ParityResult, compare_encoder
 from torchmm.models.build import ENCODER_FILES, build_model
@@ -146,6 +147,15 @@ def test_proof_detects_layers_that_mix_images(monkeypatch) -> None:
 
     monkeypatch.setattr(modeling_vit.ViTLayer, "forward", mixing)
     assert "of images together" in rejection("vit")
+
+
+def test_weights_outside_of_known_parts_are_found() -> None:
+    tower = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "layers": torch.nn.Linear(2, 2)})
+    last = tower["layers"](tower["embed"](torch.ones(1, 2)))
+    assert weights_outside(tower, last, ["embed", "layers"]) == []
+    assert weights_outside(tower, last, ["layers"]) == ["embed.weight", "embed.bias"]
+    tower["unused"] = torch.nn.Linear(2, 2)
+    assert weights_outside(tower, last, ["embed", "layers"]) == []
 
 
 def test_proof_detects_positions_that_depend_on_batch(monkeypatch) -> None:
