@@ -144,10 +144,20 @@ def test_changed_stream_restarts(site, change, caplog):
     state = take(site.loader(streaming=True), 2)[-1].state
     with pytest.raises(CheckpointError, match="different data"):
         site.loader(state, streaming=True, **change)
-    batches = take(site.loader(state, accept=True, streaming=True, **change), 4)
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        batches = take(site.loader(state, accept=True, streaming=True, **change), 4)
+    assert "source 'shown' from the start" in caplog.text
     shown = [i for n, i in names(batches) if n == "shown"]
     window = change.get("shuffle_window", 7)
     assert min(shown) < window, "the beginning of the stream"
+
+
+def test_unchanged_stream_continues_after_other_changes(site, caplog):
+    state = take(site.loader(streaming=True), 2)[-1].state
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        take(site.loader(state, accept=True, streaming=True, packing_buffer_size=2), 1)
+    draws = state["feeds"]["shown"]["draws"]
+    assert f"source 'shown' after {draws} samples" in caplog.text and draws > 0
 
 
 def test_changed_stream_files_are_rejected(site):

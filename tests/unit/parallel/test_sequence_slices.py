@@ -2,8 +2,26 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchmm.parallel.tensor.sequence import SequenceSlices
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_rows_are_added_to_the_slice_of_their_position(rank):
+    """Check the first and last position of each of three slices of 4 positions."""
+    dist.init_process_group("fake", rank=rank, world_size=3)
+    try:
+        slices = SequenceSlices.__new__(SequenceSlices)
+        slices._mesh, slices._extent = init_device_mesh("cpu", (3,)), torch.empty(11, 0)
+        positions_K = torch.tensor([0, 3, 4, 7, 8, 10])
+        rows_KD = torch.arange(1.0, 7.0)[:, None].expand(-1, 2)
+        full_TD = torch.zeros(12, 2).index_add(0, positions_K, rows_KD)
+        added = slices.add_rows(torch.zeros(4, 2), positions_K, rows_KD)
+        assert torch.equal(added, full_TD[4 * rank : 4 * rank + 4])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torchmm.balance.disttrain.orchestration.unit_costs import (
     module_cost_function,
     profile_units,
 )
+from torchmm.costs.devices import BETWEEN_NODES
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import sequence_sizes
 
@@ -44,6 +45,19 @@ def test_linear_costs_are_profiled_exactly() -> None:
         expected = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
         assert unit.seconds == pytest.approx({1: expected, 2: expected / 2})
         assert unit.workspace_bytes == {1: 7, 2: 7}
+
+
+def test_messages_contain_deepstack_features() -> None:
+    """Check that an encoder sends features of 2 layers and its output, in bfloat16."""
+    batch = packs(50, seed=3)
+    modules = [replace(module, deepstack_layers=(0, 1)) for module in MODULES]
+    model = CostModel(PROFILE, "bfloat16", {})
+    for unit, module in zip(resolved_unit_sizes(modules, batch, linear), modules, strict=True):
+        units = sequence_sizes(module, batch)[1].units_N.sum() / len(batch)
+        tensors = 3 if module.kind == "encoder" else 1
+        sent_bytes = 2 * tensors * module.layers[0].hidden_size * units
+        (expected_ms,) = model.transfer_times_ms([sent_bytes], [BETWEEN_NODES])
+        assert unit.transfer_s == pytest.approx(expected_ms / 1e3)
 
 
 def test_profiles_match_cost_model() -> None:
