@@ -21,7 +21,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
-from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.multimodal import materialize, module_of
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 
@@ -116,24 +116,22 @@ def test_every_parameter_has_a_module_name() -> None:
     assert names == {"llm", "vision", "vision.connector"} == set(model.parameter_counts())
 
 
-def assert_patterns_have_submodules(model: MultimodalModel) -> None:
-    """Check that every pattern of the tensor-parallel plans names at least one submodule."""
-    for module in model.modality_modules():
-        plan = module.tensor_parallel_plan()
-        if module.supports_tensor_parallel:
-            assert plan and set(module.tensor_parallel_scopes())
-        for pattern in plan:
-            assert module.matching_submodules(pattern), (module.name, pattern)
-
-
 @pytest.mark.parametrize("family", list(ENCODERS))
 def test_tensor_parallel_patterns_match_linear_layers(family: str) -> None:
-    assert_patterns_have_submodules(build(pair_config("qwen3", family)))
+    for module in build(pair_config("qwen3", family)).modality_modules():
+        plan = module.tensor_parallel_plan()
+        assert plan and set(module.tensor_parallel_scopes())
+        for pattern in plan:
+            module.get_submodule(pattern.replace("*", "0"))
 
 
 @pytest.mark.parametrize("name", list(COMPOSITES))
 def test_tensor_parallel_patterns_match_connectors(name: str) -> None:
-    assert_patterns_have_submodules(build(composite_config(name)))
+    """Check that no pattern of a merger is ignored because it has no submodule."""
+    for encoder in build(composite_config(name)).encoder_modules():
+        if encoder.spec.connector == "merger":
+            patterns = {f"connector.{part}" for part in encoder.family.merger_styles}
+            assert patterns <= encoder.tensor_parallel_plan().keys()
 
 
 def test_window_layers_of_qwen_are_described() -> None:
