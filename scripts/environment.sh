@@ -1,4 +1,4 @@
-# Sourced by the other scripts: prepare_environment makes .venv with torchmm in it, or reuses it.
+# Functions for the other scripts. prepare_environment installs torchmm in .venv, or reuses .venv.
 # shellcheck shell=bash
 
 # prepare_environment [EXTRA]: needs Python >= 3.11 with pip (another one: PYTHON=/path/to/python).
@@ -10,7 +10,7 @@ prepare_environment() {
         "$python" -c 'import sys; sys.version_info >= (3, 11) or sys.exit(
             f"Python >= 3.11 is needed, this is {sys.version.split()[0]}; set PYTHON")'
         echo "making a virtual environment in .venv"
-        # Debian ships venv without ensurepip: then the outer pip fills in.
+        # Debian packages venv without ensurepip. The pip of $python is used instead.
         "$python" -m venv .venv >/dev/null 2>&1 || {
             "$python" -m venv --clear --without-pip .venv
             "$python" -m pip --python .venv/bin/python install --quiet pip
@@ -21,7 +21,7 @@ prepare_environment() {
         if [ -n "${LOCKED:-}" ]; then
             install_locked "$LOCKED"
         else
-            # Not 2.14, of which not every index has a build without gigabytes of CUDA's libraries.
+            # Some indexes have torch 2.14 only with several gigabytes of CUDA libraries.
             telling "installing torch" .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
             telling "installing torchmm's other packages" \
                 .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
@@ -30,8 +30,8 @@ prepare_environment() {
     fi
 }
 
-# install_locked FILE: torch's version is that of the file, its build the machine's own: there are several
-# of each version (CPU, CUDA), and the CPU's need none of the packages with CUDA's libraries.
+# install_locked FILE: installs the versions of a lock file. pip chooses the build of torch (CPU or
+# CUDA) for this machine. CPU builds do not need the packages with CUDA libraries.
 install_locked() {
     local torch
     torch=$(grep -o '^torch==[0-9.]*' "$1")

@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _MODULES = {"export": "export", "load_recipe": "recipes", "plan": "plan", "train": "train"}
 """Module of each public function, imported on first use so that importing torchmm stays fast."""
 
-# transformers imports torchao if it is installed. torchao then warns about kernels for other devices
+# transformers imports torchao if it is installed. torchao then warns about kernels of other devices
 # and about deprecated functions of torch, which users cannot fix.
 for _name in ("torchao", "torch.utils._pytree"):
     _logging.getLogger(_name).setLevel(_logging.ERROR)
