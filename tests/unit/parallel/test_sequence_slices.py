@@ -9,7 +9,7 @@ from torchmm.parallel.tensor.sequence import SequenceSlices
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_rows_are_added_to_the_slice_of_their_position(rank):
+def test_rows_are_added_at_slice_boundaries(rank):
     """Check the first and last position of each of three slices of 4 positions."""
     dist.init_process_group("fake", rank=rank, world_size=3)
     try:
