@@ -83,8 +83,9 @@ def copy_repository(target: Path, *deleted: str) -> Path:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    for cache in (ROOT / "torchmm").rglob("__pycache__"):
-        shutil.copytree(cache, target / cache.relative_to(ROOT))
+    for compiled in (ROOT / "torchmm").rglob("__pycache__/*.pyc"):
+        (target / compiled.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(compiled, target / compiled.relative_to(ROOT))
     for extension in deleted:
         folder = extension if extension == "balance" else f"extensions/{extension}"
         shutil.rmtree(target / "torchmm" / folder)
