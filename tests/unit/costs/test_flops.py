@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from model_cases import build, pair_config
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.costs.flops import microbatch_flops
+from torchmm.costs.flops import microbatch_flops, module_layers
 
 VOCABULARY = 96
 LLM = LayerDescription(
@@ -171,3 +174,15 @@ def test_padding_adds_no_flops():
     meta = describe_microbatch(True)
     padded = MicrobatchMeta(meta.samples, meta.tokens + 1000)
     assert microbatch_flops(describe(True, True, True), padded) == few
+
+
+@pytest.mark.parametrize("connector", [True, False])
+def test_connector_of_encoder_follows_its_layers(connector: bool) -> None:
+    """Check that a trained connector needs gradients after the layers, not before them."""
+    modules = [m.describe() for m in build(pair_config("llama", "clip")).modality_modules()]
+    encoder = next(module for module in modules if module.kind == "encoder")
+    frozen = replace(encoder, trainable=False, connector_trainable=connector)
+    meta = MicrobatchMeta((SampleMeta("a", 0, 8),), 8)
+    (layers,) = module_layers([frozen], [meta])
+    assert (layers.embedding_trainable, layers.head_trainable) == (False, connector)
+    assert layers.trainable == (False,) * len(encoder.layers)

@@ -15,6 +15,7 @@ from torchmm.balance.recipe_simulation.step_simulator import StepSample, StepSim
 from torchmm.balance.search import disaggregated
 from torchmm.balance.search.disaggregated import plan_variants
 from torchmm.balance.search.plan_search import search_plans
+from torchmm.balance.search.plan_space import _shard_sizes as shard_sizes
 from torchmm.balance.search.report import result_tables
 from torchmm.balance.search.result import fits
 from torchmm.common.errors import ConfigError
@@ -195,3 +196,17 @@ def test_formula_alone_chooses_worse_plan(case):
     seconds, fine = plans[index, tuple(unit.sizes for unit in formula_plan.units)]
     best = min(seconds for seconds, fine in plans.values() if fine)
     assert not fine or seconds > 1.01 * best
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "tensor", "expected"),
+    [
+        ("fsdp", 16, 1, [8, 16, 1]),
+        ("fsdp", 16, 4, [2, 4, 8, 16, 1]),
+        ("fsdp", 12, 1, [6, 12, 1]),
+        ("pipeline", 16, 4, [2, 4, 16, 1]),
+        ("pipeline", 1, 8, [1]),
+    ],
+)
+def test_shard_groups_start_within_a_node(method, data, tensor, expected):
+    assert shard_sizes(method, data, tensor, per_node=8) == expected
