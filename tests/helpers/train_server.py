@@ -46,11 +46,11 @@ CLIENT = Path(__file__).with_name("train_client.py")
 
 
 def has_traceback(output: str) -> bool:
-    """Return whether an output has a traceback with a frame of torchmm.
+    """Return whether an output has a traceback or stack with a frame of torchmm.
 
-    A thread of torchdata may print its own traceback when worker processes are killed.
+    For runs whose data workers are killed: a thread of torchdata may print its own traceback.
     """
-    return "Traceback" in output and f'File "{TRAIN.parent / "torchmm"}' in output
+    return f'File "{TRAIN.parent / "torchmm"}' in output
 
 
 class ForkedRank:

@@ -9,16 +9,16 @@ from torchmm.models.families.small_configs import shrink_llm_settings
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        # Heads of hidden_size / heads features stay so: 32 / 4.
+        # The default head size, hidden_size / heads, stays the default: 32 / 4.
         (LlamaConfig(hidden_size=1024, num_attention_heads=16), {"head_dim": 8}),
-        # Other sizes stay different.
+        # Another head size stays different from the default.
         (
             Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128),
             {"head_dim": 16},
         ),
-        # Latent attention has its own sizes of heads, 8 + 8.
+        # Heads of latent attention have separate sizes with and without rotation.
         (DeepseekV3Config(), {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
-        # Grouped queries stay grouped, and one head of all keys stays one.
+        # Multi-head, grouped-query and multi-query attention.
         (LlamaConfig(num_attention_heads=32, num_key_value_heads=32), {"num_key_value_heads": 4}),
         (LlamaConfig(num_attention_heads=32, num_key_value_heads=8), {"num_key_value_heads": 2}),
         (LlamaConfig(num_attention_heads=32, num_key_value_heads=1), {"num_key_value_heads": 1}),

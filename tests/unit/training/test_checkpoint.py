@@ -126,13 +126,19 @@ def test_rng_state_is_restored(manager):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_asynchronous_save_stores_values_of_call(manager, monkeypatch):
-    """Delay the writer until the values have changed."""
+def delay_writes(monkeypatch):
+    """Delay saves until the returned event is set, for at most 30 seconds."""
     gate = checkpoint.threading.Event()
     write = CheckpointManager._write
     monkeypatch.setattr(
         CheckpointManager, "_write", lambda *a, **k: (gate.wait(30), write(*a, **k))
     )
+    return gate
+
+
+def test_asynchronous_save_stores_values_of_call(manager, monkeypatch):
+    """Delay the writer until the values have changed."""
+    gate = delay_writes(monkeypatch)
     first = manager(async_save=True)
     model, optimizer = build()
     train(model, optimizer)
@@ -150,11 +156,7 @@ def test_asynchronous_save_stores_values_of_call(manager, monkeypatch):
 @pytest.mark.parametrize("error", [ValueError, PeerError])
 def test_errors_wait_for_running_saves(error, manager, monkeypatch, tmp_path):
     """Check that a run that fails finishes its save, unless a peer is lost."""
-    gate = checkpoint.threading.Event()
-    write = CheckpointManager._write
-    monkeypatch.setattr(
-        CheckpointManager, "_write", lambda *a, **k: (gate.wait(30), write(*a, **k))
-    )
+    gate = delay_writes(monkeypatch)
     first = manager(async_save=True)
     with pytest.raises(error), first:
         first.save(1, *build(), {})

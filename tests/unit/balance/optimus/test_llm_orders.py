@@ -60,7 +60,7 @@ def test_frozen_llm_skips_backward_actions():
     assert [Counter(row) for row in searched] == [Counter(row) for row in named]
 
 
-def test_search_uses_given_or_proportional_bytes():
+def test_searched_schedules_depend_on_activation_bytes():
     """Check that unknown activation bytes are proportional to forward times."""
     different = 0
     for seed in (2, 3, 6):

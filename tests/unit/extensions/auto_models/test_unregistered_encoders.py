@@ -149,7 +149,7 @@ def test_proof_detects_layers_that_mix_images(monkeypatch) -> None:
     assert "of images together" in rejection("vit")
 
 
-def test_weights_outside_of_known_parts_are_found() -> None:
+def test_encoder_weights_outside_layers_are_listed() -> None:
     tower = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "layers": torch.nn.Linear(2, 2)})
     last = tower["layers"](tower["embed"](torch.ones(1, 2)))
     assert weights_outside(tower, last, ["embed", "layers"]) == []
