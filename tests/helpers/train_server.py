@@ -194,9 +194,12 @@ class TrainServer:
     def run(
         self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **options: Any
     ) -> tuple[list[int], str]:
-        """Return exit codes by rank and the output of rank 0; `options` as for `start`."""
+        """Return exit codes by rank and the outputs of all ranks; `options` as for `start`.
+
+        If several ranks raise the same error, any one of them reports it.
+        """
         run = self.start(arguments, log_dir, ranks, **options)
-        return run.wait(), run.output()
+        return run.wait(), "".join(run.output(rank) for rank in range(ranks))
 
 
 @functools.cache
