@@ -14,6 +14,7 @@ import proofs
 import pytest
 from campaigns import CAMPAIGNS, EVERY_FIFTH
 from object_server import ObjectServer
+from tiny_recipe import SHARED_INDEX
 from train_server import TrainServer, shared_server
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,14 @@ def real_data() -> Path:
         if not (directory / name / "train").is_dir():
             pytest.skip(f"no real data found; run: python scripts/prepare_data.py {name}")
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_index(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let training runs share data indexes, whose names are hashes of their inputs."""
+    base = tmp_path_factory.getbasetemp()  # with pytest-xdist, one per worker
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ[SHARED_INDEX] = str(root / "index")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import run_distributed
 from meshes import mesh_for
+from model_cases import COMPOSITES as FULL_COMPOSITES
 from proofs import proves
 from torch.distributed.tensor import DTensor
 
@@ -250,10 +251,14 @@ COMPOSITES = {
         "image_token_index": 63,
         "mm_tokens_per_image": 1,
     },
+    "in qwen3_omni": FULL_COMPOSITES["qwen3_omni"],
+    "audio in qwen3_omni": FULL_COMPOSITES["qwen3_omni"],
 }
 GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl", "qwen3_5")},
+    "in qwen3_omni": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
+    "audio in qwen3_omni": [[(1, 1, 1)], [(1, 1, 28), (1, 1, 3)]],
     **{name: [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]] for name in ("glm4v", "in glm4v")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
@@ -272,7 +277,8 @@ PATCH_VALUES |= {"voxtral": 2 * 8, "qwen2_audio": 3 * 8, "audioflamingo3": 3 * 8
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
-PATCH_VALUES |= {"qwen2_5_omni_vision": 3 * 2 * 4 * 4}
+PATCH_VALUES |= dict.fromkeys(("qwen2_5_omni_vision", "in qwen3_omni"), 3 * 2 * 4 * 4)
+PATCH_VALUES |= {"audio in qwen3_omni": 8 * 8}
 PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v", *VARIANTS), 3 * 2 * 4 * 4)
 
 
@@ -327,7 +333,7 @@ def test_split_encoders_equal_unsharded(ranks, every):
 
 def test_tensor_parallel_plan_covers_encoder_layers():
     model = _build("qwen2_5_vl")
-    styles = _encoder(model).tensor_parallel_plan()
+    styles = _encoder(model, "qwen2_5_vl").tensor_parallel_plan()
     assert styles["tower.blocks.*.attn"] == "packed_qkv"
     assert styles["tower.blocks.*.norm1"] == "sequence"
 
@@ -341,25 +347,26 @@ def _compare(case: Case) -> dict[str, float]:
     """Return relative errors of outputs and gradients that exceed 1e-5."""
     freeze = ("eye",) if case.frozen else ()
     full, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
+    expected_encoder, encoder = (_encoder(model, case.family) for model in (full, split))
     mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
     group = mesh.module_mesh.tensor.get_group().group_name
     overlap = AsyncStyles(Overlap("ring", group, case.chunks)) if case.chunks else None
-    apply_tensor_parallel(_encoder(split), mesh.module_mesh.tensor, case.sequence_parallel, overlap)
+    apply_tensor_parallel(encoder, mesh.module_mesh.tensor, case.sequence_parallel, overlap)
     if case.recomputed:
-        apply_activation_checkpoint(_encoder(split), "full")
+        apply_activation_checkpoint(encoder, "full")
     errors = {}
     losses = []
     for model in (full, split):
         _fill(model)
     for grids in GRIDS[case.family]:
         inputs = _inputs(case.family, grids)
-        expected, actual = _encoder(full)(inputs), _encoder(split)(inputs)
+        expected, actual = expected_encoder(inputs), encoder(inputs)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
         losses += [(output * weights).sum() for output in (expected, actual)]
         errors[f"output {grids}"] = _error(actual, expected, expected.norm().item())
     for loss in losses:
         loss.backward()
-    errors |= _gradient_errors(_encoder(full), _encoder(split))
+    errors |= _gradient_errors(expected_encoder, encoder)
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
@@ -367,20 +374,21 @@ def _compare_sharded(case: Case) -> dict[str, float]:
     """Compare FSDP2 gradients. Ranks have different images and image counts."""
     family = case.family
     full, split = (_build(family, adapted=case.adapted) for _ in range(2))
+    expected_encoder, encoder = (_encoder(model, family) for model in (full, split))
     mesh = mesh_for(ParallelConfig(shard=2))
-    apply_fsdp(_encoder(split), mesh.module_mesh.fsdp, torch.float32)
+    apply_fsdp(encoder, mesh.module_mesh.fsdp, torch.float32)
     for model in (full, split):
         _fill(model)
     for rank, grids in enumerate((GRIDS[family][0], GRIDS[family][-1])):
         inputs = _inputs(family, grids, seed=rank)
-        expected = _encoder(full)(inputs)
+        expected = expected_encoder(inputs)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
         (expected * weights).sum().backward()
         if rank == mesh.data_parallel_rank:
-            output = _encoder(split)(inputs)
+            output = encoder(inputs)
             (output * weights).sum().backward()
             errors = {"output": _error(output, expected, expected.norm().item())}
-    errors |= _gradient_errors(_encoder(full), _encoder(split))
+    errors |= _gradient_errors(expected_encoder, encoder)
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
@@ -425,8 +433,10 @@ def _fill(model: MultimodalModel) -> None:
             copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
 
 
-def _encoder(model: MultimodalModel) -> EncoderModule:
-    (encoder,) = model.encoders.values()
+def _encoder(model: MultimodalModel, family: str) -> EncoderModule:
+    """Return the encoder of a model, or its audio encoder for the family "audio in ..."."""
+    encoders = list(model.encoders.values())
+    encoder = encoders[-1 if family.startswith("audio in") else 0]
     assert isinstance(encoder, EncoderModule)
     return encoder
 

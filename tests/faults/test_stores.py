@@ -50,7 +50,8 @@ def reference(train_server, real_data, tmp_path_factory) -> Path:
 
 
 def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
-    text = arguments(run_dir, data, **{**OPTIONS, **changes})
+    index = run_dir.parent / "index"  # has the cache of remote files
+    text = arguments(run_dir, data, **{**OPTIONS, "data__index_cache_dir": index, **changes})
     return [part.replace(f"{data}/tuxpaint_stamps", SETS) for part in text]
 
 

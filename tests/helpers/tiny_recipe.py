@@ -1,6 +1,7 @@
 """The recipe of the quickstart with a model and batch that train in a fraction of a second."""
 
 import json
+import os
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -13,6 +14,9 @@ from torchmm.training.checkpoint.manifest import list_steps
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+
+SHARED_INDEX = "TORCHMM_TEST_INDEX"
+"""Environment variable with the directory of data indexes that all tests of a pytest run share."""
 
 LLM = "--model.llm.config."
 VISION = "--model.encoders.vision.config."
@@ -53,7 +57,7 @@ def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
         **SIZES,
         "--name": run_dir.name,
         "--output_dir": run_dir.parent,
-        "--data.index_cache_dir": run_dir.parent / "index",
+        "--data.index_cache_dir": os.environ.get(SHARED_INDEX, run_dir.parent / "index"),
         "--model.tokenizer": data / "tokenizer",
         **{f"--{k.replace('__', '.')}": v for k, v in changes.items()},
     }

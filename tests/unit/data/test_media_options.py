@@ -489,6 +489,11 @@ def test_invalid_option_is_rejected(part: dict, reason: str, read) -> None:
         read(chat([{"type": "video", "video": NAMES, **part}, words("a")]))
 
 
+def test_equal_limits_are_accepted() -> None:
+    limits = {"min_frames": 8, "max_frames": 8, "min_pixels": 99, "max_pixels": 99}
+    assert MediaOptions.read("video", limits) == MediaOptions(**limits)
+
+
 def test_missing_options_are_ignored() -> None:
     values = {"fps": None, "nframes": float("nan"), "max_pixels": 100.0}
     assert MediaOptions.read("video", values) == MediaOptions(max_pixels=100)
