@@ -11,6 +11,7 @@ Environment:
     FAKECUDA_DEFECT: Names in `defects.DEFECTS`, joined by "+", to test their detection.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -42,6 +43,12 @@ from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.trainer import Trainer
 
 device = fakecuda.ext
+for name in (
+    "torch._functorch.aot_autograd",
+    "torch._inductor.lowering",
+    "torch._dynamo.repro.after_dynamo",
+):
+    importlib.import_module(name)  # otherwise each rank imports them when it compiles
 
 
 def watch(directory: Path, steps: set[int]) -> None:

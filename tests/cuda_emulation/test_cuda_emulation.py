@@ -391,7 +391,9 @@ def test_step_has_no_races_waits_or_hangs(name, compiled_device, tmp_path, real_
     ],
 )
 def test_defects_are_detected(defect, name, compiled_device, tmp_path, real_data) -> None:
-    ranks = logged(CASES[name], tmp_path, real_data, defect)
+    case = CASES[name]
+    case = case._replace(changes={"compile__enabled": "false", **case.changes})
+    ranks = logged(case, tmp_path, real_data, defect)
     if defect == "late_timing":
         assert waits_by_rank(ranks) == [CASES[name].waits + 1]
     elif defect in ("read_device_value", "pageable_copy"):

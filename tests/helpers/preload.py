@@ -3,16 +3,31 @@
 import gc
 from importlib import import_module
 
+from PIL import Image
+
+MODULES = (
+    "torchmm.commands.train",
+    "torchmm.training.run",
+    "torchmm.training.hooks.recording",
+    "torchmm.training.hooks.checkpoints",
+    "torchmm.training.hooks.garbage_collection",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.siglip.modeling_siglip",
+    "transformers.models.siglip.image_processing_pil_siglip",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "scipy.io",
+)
+
 
 def preload_modules() -> None:
     """Import the modules of a run, and exclude their objects from garbage collection.
 
     Runs import some of these modules only when they need them, which takes a second per rank.
     """
-    import_module("torchmm.commands.train")
-    import_module("torchmm.training.run")
-    import_module("matplotlib.figure")
-    import_module("matplotlib.backends.backend_agg")
+    for name in MODULES:
+        import_module(name)
+    Image.preinit()
     extensions = import_module("torchmm.common.extensions")
     for extension in extensions.extension_names():
         if extension == "torchmm.extensions.generation":
