@@ -22,6 +22,8 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """Environment variables: one thread, no network access, 1 GiB for keys and values."""
+NOT_INHERITED = {"PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+"""Environment variables of the tests. The last three are of the process group of a test."""
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +54,7 @@ def ask(clients_python, tmp_path_factory) -> Callable[..., Answers]:
         jobs, answers = directory / "jobs.json", directory / "answers.json"
         jobs.write_text(json.dumps([case.job() for case in cases]))
         command = [clients_python, HERE / "programs" / f"{program}.py", jobs, answers, *uses]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
         process = subprocess.run(
             command,
             capture_output=True,

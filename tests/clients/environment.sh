@@ -3,6 +3,8 @@
 # all of its processors). It is separate from .venv, because vLLM requires another version of transformers; torch
 # is the CPU build. Exit with 3 if a package registry or a required package is unavailable.
 set -euo pipefail
+exec 9< "$0"
+flock 9 # several test processes can start at the same time
 cd "$(dirname "$0")/../.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 pinned=tests/clients/requirements.txt stamp=.clients/.installed

@@ -2,6 +2,8 @@
 # Create or reuse .clients_4, an environment with transformers 4. Other packages are those of .venv, whose path
 # follows that of this environment. Exit with 3 if no package registry has the packages.
 set -euo pipefail
+exec 9< "$0"
+flock 9 # several test processes can start at the same time
 cd "$(dirname "$0")/../.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 stamp=.clients_4/.installed

@@ -56,6 +56,23 @@ sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in getattr(f, "__
 """
 """`sitecustomize.py` of a copy, because an editable installation would find deleted modules."""
 
+TWO_CASES = """
+from collections import Counter
+
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    seen, kept = Counter(), []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        seen[function] += 1
+        if seen[function] <= 2:
+            kept.append(item)
+    items[:] = kept
+"""
+"""Plugin that selects two cases of each test, because most cases load the same modules."""
+
 pytestmark = [pytest.mark.campaign, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
@@ -162,6 +179,7 @@ def test_core_tests_pass_without_extensions(tmp_path, real_data):
     copy = copy_repository(tmp_path / "copy", *EXTENSIONS)
     (copy / "data").symlink_to(real_data.resolve())
     folders = [f"tests/unit/{name}" for name in CORE_TESTS]
-    selected = "not campaign and not survey"
-    result = run_python(copy, "-m", "pytest", "-q", "-m", selected, *folders)
+    (copy / "two_cases.py").write_text(TWO_CASES)
+    options = ["-q", "-p", "two_cases", "-m", "not campaign and not survey"]
+    result = run_python(copy, "-m", "pytest", *options, *folders)
     assert result.returncode == 0, result.stdout[-20_000:]
