@@ -127,7 +127,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_index(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let training runs share data indexes, whose names are hashes of their inputs."""
+    """Set the directory of data indexes of training runs. Names are hashes of all inputs."""
     base = tmp_path_factory.getbasetemp()  # with pytest-xdist, one per worker
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ[SHARED_INDEX] = str(root / "index")
