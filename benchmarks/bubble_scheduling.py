@@ -102,7 +102,7 @@ class Filled(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into device memory."""
+        """True if the plan fits into device memory."""
         return self.memory <= DEVICE_BYTES
 
     @property

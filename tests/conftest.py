@@ -126,10 +126,11 @@ def real_data() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_index(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _shared_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Set the directory of data indexes of training runs. Names are hashes of all inputs."""
-    base = tmp_path_factory.getbasetemp()  # with pytest-xdist, one per worker
-    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    base = tmp_path_factory.getbasetemp()
+    is_worker = hasattr(request.config, "workerinput")  # each has its own directory
+    root = base.parent if is_worker else base
     os.environ[SHARED_INDEX] = str(root / "index")
 
 

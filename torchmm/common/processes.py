@@ -273,11 +273,11 @@ def read_launch_environment(environment: Mapping[str, str] = os.environ) -> Laun
         if _read_integer(environment, "MASTER_PORT", "", 0, problems) > 65_535:
             problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is not a port number")
     if problems:
-        remedy = (
+        fix = (
             "start with torchrun (docs/guides/cluster.md), or unset the variables of an "
             "earlier launcher"
         )
-        raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
+        raise ConfigError([f"environment: {problem}; {fix}" for problem in problems])
     return LaunchEnvironment(rank, size)
 
 

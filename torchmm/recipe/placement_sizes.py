@@ -322,11 +322,11 @@ def resolve_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
     if len(open_keys) > 1:
         raise ConfigError(f"parallel: {shown}: only one key may be -1; set the other to 1")
     if world_size % fixed or (not open_keys and world_size != fixed):
-        remedy = (
+        fix = (
             f"start a multiple of {fixed} ranks or lower a parallelism degree"
             if open_keys
             else f"start {fixed} ranks, or set replicate or shard to -1 (remaining ranks)"
         )
-        raise ConfigError(f"parallel: {shown} is not equal to {world_size} ranks; {remedy}")
+        raise ConfigError(f"parallel: {shown} is not equal to {world_size} ranks; {fix}")
     sizes.update({k: world_size // fixed for k in open_keys})
     return MeshSizes(**sizes)

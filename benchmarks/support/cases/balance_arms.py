@@ -128,7 +128,7 @@ class Setup:
     batches: list[BatchSample]
 
     @cached_property
-    def heaviest(self) -> int:
+    def largest_batch(self) -> int:
         """Index of the batch with the most patches."""
         patches = [
             sum(image.patches for meta in batch.packs for s in meta.samples for image in s.images)
@@ -143,7 +143,7 @@ class Setup:
         """
         if check_recipe(recipe, self.gpus):
             return inf
-        first, *others = self.steps(recipe, sorted({0, self.heaviest}))
+        first, *others = self.steps(recipe, sorted({0, self.largest_batch}))
         return first.step_s if all(step.fits for step in (first, *others)) else inf
 
     def steps(self, recipe: Recipe, indices: Sequence[int]) -> Iterator[Step]:

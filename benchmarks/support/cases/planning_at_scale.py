@@ -109,7 +109,7 @@ def rows(repetitions: int) -> list[Row]:
         f"MLLM-15B, {forecaster.run.world_size} GPUs, {len(counts)} ranks in a plan of "
         f"{sum(counts)} actions"
     )
-    busiest = counts.index(max(counts))
+    most_loaded = counts.index(max(counts))
     model = build_cost_model(forecaster.run, forecaster.modules, forecaster.profile)
     recipe = forecaster.recipe
     reorder = build_step_reorder(forecaster.run, forecaster.modules, model, setup.layout)
@@ -129,7 +129,7 @@ def rows(repetitions: int) -> list[Row]:
         plan_input_digest("", metas)
         graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
         plan = decode_plan(planned.encoded_plan, graph, lambda graph: {})
-        tasks = local_tasks(plan, busiest)
+        tasks = local_tasks(plan, most_loaded)
         return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
 
     places = arrange().places[0]

@@ -180,12 +180,12 @@ def colocated_plans(
         raise ValueError(f"no plan of {names} has enough stages and heads for {llm}")
     fitting = [plan for plan in all_plans if plan.worst_bytes <= limit_bytes]
     if not fitting:
-        leanest = min(all_plans, key=lambda plan: plan.worst_bytes)
-        rank = leanest.rank_bytes.index(leanest.worst_bytes)
-        sizes = ", ".join(f"{p.name} {tuple(p.sizes)}" for p in leanest.encoders)
+        smallest = min(all_plans, key=lambda plan: plan.worst_bytes)
+        rank = smallest.rank_bytes.index(smallest.worst_bytes)
+        sizes = ", ".join(f"{p.name} {tuple(p.sizes)}" for p in smallest.encoders)
         raise ValueError(
             "no encoder plan fits: the plan with the lowest memory use, (data, pipeline, tensor) = "
-            f"{sizes}, needs {leanest.worst_bytes / 2**30:.1f} GiB on pipeline rank {rank} of "
+            f"{sizes}, needs {smallest.worst_bytes / 2**30:.1f} GiB on pipeline rank {rank} of "
             f"{limit_bytes / 2**30:.1f} GiB, of which the LLM uses "
             f"{llm_bytes[rank] / 2**30:.1f} GiB; use more ranks for the LLM, recompute "
             "activations, or place encoders on separate ranks"

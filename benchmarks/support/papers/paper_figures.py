@@ -113,7 +113,9 @@ OPTIMUS_TWO_ENCODERS = {
 }  # fmt: skip
 """Values in the text of section 5.2.3; only the figure has the times."""
 
-OPTIMUS_MEMORY_OVERHEAD = Figure("Optimus figure 17, most over the leanest baseline", 0.12, "")
+OPTIMUS_MEMORY_OVERHEAD = Figure(
+    "Optimus figure 17, maximum over the baseline with the lowest memory", 0.12, ""
+)
 
 
 class Scheduler(NamedTuple):

@@ -158,7 +158,7 @@ def test_actions_before_their_inputs_are_reported():
             problems = validate_plan(exchange(rank, position, user)).problems
             named = [p for p in problems if (p.kind, p.rank, p.position) ==
                      ("dependency", rank, position)]  # fmt: skip
-            assert any(str(action) in p.text and str(action) in p.remedy for p in named)
+            assert any(str(action) in p.text and str(action) in p.fix for p in named)
             assert str(named[0]).startswith(
                 f"rank {rank}, action {position} ({PLAN.actions[rank][user]}): "
             )
@@ -286,7 +286,7 @@ def test_forward_only_plans_require_training_false():
     graph = StageGraph(chain(2, 2), 2)
     plan = lower_plan(forward_only(graph), graph, {})
     problem = validate_plan(plan).problems[0]
-    assert problem.kind == "missing" and "training=False" in problem.remedy
+    assert problem.kind == "missing" and "training=False" in problem.fix
     plan = replace(lower_plan(one_f_one_b(graph), graph, {}), training=False)
     problem = validate_plan(plan).problems[0]
     assert problem.kind == "unknown" and "only forward passes" in problem.text
@@ -319,7 +319,7 @@ def test_invalid_actions_explain_why(action, text):
     rank = action.stage % 2
     plan = changed(PLAN, rank, [*PLAN.actions[rank], action])
     (problem,) = [p for p in validate_plan(plan).problems if p.kind == "unknown"]
-    assert text in problem.text and problem.remedy and problem.action == action
+    assert text in problem.text and problem.fix and problem.action == action
 
 
 def test_transfers_within_a_rank_are_reported():

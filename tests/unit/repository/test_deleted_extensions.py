@@ -125,7 +125,8 @@ def run_python(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def train_losses(copy: Path, run_dir: Path, data: Path, modules: list[str]) -> list[float]:
     """Import modules, train two steps in the same process, and return the losses."""
-    command = arguments(run_dir, data, training__steps=2)
+    changes = {"training__steps": 2, "data__index_cache_dir": run_dir.parent / "index"}
+    command = arguments(run_dir, data, **changes)
     command[command.index(str(QUICKSTART))] = str(copy / QUICKSTART.relative_to(ROOT))
     result = run_python(copy, "-c", IMPORT_ALL, " ".join(modules), *command)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -100,8 +100,8 @@ def launch_problems(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem
             else:
                 text = _launch_problem(plan, book, rank, position, waiting, started)
             if text:
-                remedy = "create launches with add_launches"
-                yield PlanProblem("dependency", rank, position, llm, text, remedy)
+                fix = "create launches with add_launches"
+                yield PlanProblem("dependency", rank, position, llm, text, fix)
     for action in unknown:
         text = "launches belong to an action that is not in the plan"
         yield PlanProblem(

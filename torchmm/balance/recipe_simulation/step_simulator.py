@@ -274,10 +274,10 @@ class StepSimulator:
         self.shares: list[list[MicrobatchMeta]] = shares
         """Microbatches of the first step, by data-parallel rank."""
         if self.run.units:
-            busiest = _most_loaded_rank(self.modules, shares, self.run.units, costs)
-            flops = float(step_flops(self.modules, shares[busiest]).sum())
+            most_loaded = _most_loaded_rank(self.modules, shares, self.run.units, costs)
+            flops = float(step_flops(self.modules, shares[most_loaded]).sum())
             mean = self.sample.flops / len(shares)
-            self.workload = Workload(shares[busiest], mean / flops if flops else 1.0)
+            self.workload = Workload(shares[most_loaded], mean / flops if flops else 1.0)
         else:
             self.workload = self._slowest(self.run.lockstep_size, costs)
 

@@ -109,10 +109,10 @@ class PlanBounds:
             ConfigError: The parallelism degrees do not fit together.
         """
         model = self._model(plan)
-        leanest = model
+        recomputed = model
         if plan.recompute == TUNED:
-            leanest = self._model(plan.with_changes(activation_checkpoint__mode="full"))
-        return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, leanest))
+            recomputed = self._model(plan.with_changes(activation_checkpoint__mode="full"))
+        return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, recomputed))
 
     def state_bytes(self, plan: CandidatePlan) -> float:
         """Return the memory of an average rank without activations, which is fast to compute.

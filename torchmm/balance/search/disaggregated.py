@@ -191,10 +191,10 @@ def _unit_bounds(
     """
     metas = _join_microbatches(sample.packs, problem.microbatch_size)
     times = build_module_cost_function(recipe, sample.modules, profile)
-    leanest = recipe
+    recomputed = recipe
     if recipe.activation_checkpoint.mode == TUNED:
-        leanest = with_recompute(recipe, "full")
-    memory = build_module_cost_function(leanest, sample.modules, profile)
+        recomputed = with_recompute(recipe, "full")
+    memory = build_module_cost_function(recomputed, sample.modules, profile)
     by_name = {layers.name: layers for layers in sample.layers}
     bounds = []
     for module, unit in zip(sample.modules, problem.units, strict=True):
@@ -203,7 +203,7 @@ def _unit_bounds(
         missing = len(inputs) < len(metas)
         min_layer_fraction = _min_layer_fraction(recipe, module, inputs, sample.modules, profile)
         kept_share = _min_layer_fraction(
-            leanest, module, inputs, sample.modules, profile, of_activations=True
+            recomputed, module, inputs, sample.modules, profile, of_activations=True
         )
         seconds, saved = {}, {}
         for tensor in unit.seconds:

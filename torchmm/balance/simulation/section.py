@@ -41,7 +41,7 @@ class SimulatedSize(Section):
 
 
 class SimulatedImageSize(SimulatedSize):
-    """One of several image sizes."""
+    """Image size with a sampling weight."""
 
     weight: float = Field(default=1.0, gt=0)
     """Sampling weight of this size."""
@@ -57,7 +57,7 @@ class SimulatedImages(SimulatedSize):
 
 
 class SimulatedGrid(Section):
-    """One of several sizes of target images or videos."""
+    """Size of target images or videos with a sampling weight."""
 
     weight: float = Field(default=1.0, gt=0)
     """Sampling weight of this size."""
@@ -89,7 +89,7 @@ class SimulatedGeneration(Section):
 
 
 class SimulatedSequences(Section):
-    """One type of packed sequences. Add several [[simulation.sequences]] tables for a mixture."""
+    """Type of packed sequences. Several [[simulation.sequences]] tables are a mixture."""
 
     weight: float = Field(default=1.0, gt=0)
     """Sampling weight of this type."""

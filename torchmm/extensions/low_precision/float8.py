@@ -168,14 +168,14 @@ def _unsupported_shard_sizes(module: LayeredModule, config: Float8Config, tensor
 
 
 def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
-    remedy = 'set float8.emulate = true for a slow emulation, or recipe = "none"'
+    fix = 'set float8.emulate = true for a slow emulation, or recipe = "none"'
     if device.type != "cuda":
-        return [f'float8.scaling = "{config.scaling}": requires a GPU; {remedy}']
+        return [f'float8.scaling = "{config.scaling}": requires a GPU; {fix}']
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return [
-            f'float8.scaling = "{config.scaling}": {name} does not support float8 matmuls; {remedy}'
+            f'float8.scaling = "{config.scaling}": {name} does not support float8 matmuls; {fix}'
         ]
     return []
 

@@ -171,8 +171,8 @@ def max_expert_load_ratio(loads_LE: Tensor) -> Tensor:
     Args:
         loads_LE: (L, E), float32, tokens per expert.
     """
-    busiest_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=torch.finfo(loads_LE.dtype).tiny)
-    return busiest_L.mean()
+    ratio_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=torch.finfo(loads_LE.dtype).tiny)
+    return ratio_L.mean()
 
 
 def has_experts(layer: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class PlanProblem:
         position: Index of the action in the program of the rank. -1 if the action is missing.
         action: Action that is wrong or missing. None for specs that belong to no message.
         text: Description of the problem.
-        remedy: How to fix it.
+        fix: Change that fixes it.
     """
 
     kind: ProblemKind
@@ -42,12 +42,12 @@ class PlanProblem:
     position: int
     action: Action | None
     text: str
-    remedy: str
+    fix: str
 
     def __str__(self) -> str:
         where = f", action {self.position}" if self.position >= 0 else ""
         named = "" if self.action is None else f" ({self.action})"
-        return f"rank {self.rank}{where}{named}: {self.text}; {self.remedy}"
+        return f"rank {self.rank}{where}{named}: {self.text}; {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,9 @@ class ProgramScan:
         return posts[index]
 
     def _report(self, rank: int, position: int, finding: Finding) -> None:
-        kind, text, remedy = finding
+        kind, text, fix = finding
         action = self.plan.actions[rank][position]
-        self.problems.append(PlanProblem(kind, rank, position, action, text, remedy))
+        self.problems.append(PlanProblem(kind, rank, position, action, text, fix))
 
     def _explain_duplicate(self, rank: int, position: int, fact: int) -> Finding:
         rules = self.book.rules[rank]
@@ -263,17 +263,17 @@ def _explain_other(book: PlanRules, rank: int, action: Action) -> tuple[str, str
     stage = book.graph.layout.stages[action.stage]
     if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
         if action != Action(kind, action.stage):
-            text, remedy = "it sets fields that only computation and transfers have", "remove them"
+            text, fix = "it sets fields that only computation and transfers have", "remove them"
         elif rank not in stage.ranks:
             text = f"stage {stage.index} is not on this rank"
-            remedy = "remove it"
+            fix = "remove it"
         elif kind is ActionType.RESHARD:
             text = f"stage {stage.index} is trained"
-            remedy = "use REDUCE_GRAD, which reshards too"
+            fix = "use REDUCE_GRAD, which reshards too"
         else:
             text = f"stage {stage.index} is not trained in this plan"
-            remedy = "use RESHARD"
-        return text, remedy
+            fix = "use RESHARD"
+        return text, fix
     if kind is ActionType.REDUCE_TIED:
         text = f"no trained weight of stage {stage.index} is tied to stage {action.other}"
         return text, "remove it, or set tied_to in the layout"

@@ -67,7 +67,7 @@ def _specs(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
     """Yield messages without tensors, invalid tensors, and specs of unknown messages."""
     if not plan.specs:
         return
-    remedy = "build the specs from the metadata of the microbatches of this step"
+    fix = "build the specs from the metadata of the microbatches of this step"
     wrong: dict[tuple[TensorSpec, ...], str] = {}
     for message in book.messages:
         specs = plan.specs.get(message, ())
@@ -84,12 +84,10 @@ def _specs(plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
             action = Action(ActionType.F, *producer)
             position = _position(plan, rank, action)
             text = f"message to stage {message.destination}: {text}"
-            yield PlanProblem("specs", rank, position, action, text, remedy)
+            yield PlanProblem("specs", rank, position, action, text, fix)
     if len(plan.specs) > len(book.messages) or not plan.specs.keys() <= set(book.messages):
         for message in sorted(plan.specs.keys() - set(book.messages)):
-            yield PlanProblem(
-                "specs", 0, -1, None, f"specs of {message}, which is not sent", remedy
-            )
+            yield PlanProblem("specs", 0, -1, None, f"specs of {message}, which is not sent", fix)
 
 
 def _wrong_tensors(specs: tuple[TensorSpec, ...]) -> str:
@@ -122,13 +120,13 @@ def _missing(plan: PipelinePlan, book: PlanRules, established: bytearray) -> Ite
             continue
         rank = book.fact_ranks[fact]
         action = book.fact_actions[fact]
-        remedy = "build the plan with lower_plan"
+        fix = "build the plan with lower_plan"
         if action.type in COMPUTE:
-            remedy = "build the order from the graph of this step"
+            fix = "build the order from the graph of this step"
             if has_no_backward and action.type is not ActionType.F:
-                remedy = "lower an order without backward passes only with training=False"
+                fix = "lower an order without backward passes only with training=False"
         text = f"{book.describe_fact(fact)} is missing from the program"
-        yield PlanProblem("missing", rank, -1, action, text, remedy)
+        yield PlanProblem("missing", rank, -1, action, text, fix)
 
 
 def _collectives(rank: int, plan: PipelinePlan, book: PlanRules) -> Iterator[PlanProblem]:
@@ -146,20 +144,20 @@ def _collectives(rank: int, plan: PipelinePlan, book: PlanRules) -> Iterator[Pla
     for position, action in collectives:
         if action.type is ActionType.UNSHARD and position > first_busy:
             text = f"runs after action {first_busy} ({program[first_busy]})"
-            remedy = "all-gather all stages before the first computation or wait"
-            yield PlanProblem("collective", rank, position, action, text, remedy)
+            fix = "all-gather all stages before the first computation or wait"
+            yield PlanProblem("collective", rank, position, action, text, fix)
         if action.type is ActionType.REDUCE_TIED and position < last_compute:
             text = f"runs before action {last_compute} ({program[last_compute]})"
-            remedy = "exchange gradients of tied weights after all computation"
-            yield PlanProblem("collective", rank, position, action, text, remedy)
+            fix = "exchange gradients of tied weights after all computation"
+            yield PlanProblem("collective", rank, position, action, text, fix)
     for (_, before), (position, action) in pairwise(collectives):
         if _turn(before, book) > _turn(action, book):
             text = f"runs after {before}, but replicas of this rank run it before"
-            remedy = (
+            fix = (
                 "keep UNSHARD and REDUCE_TIED each in the order of the stages, REDUCE_GRAD in that "
                 "of `reduction_turns`"
             )
-            yield PlanProblem("collective", rank, position, action, text, remedy)
+            yield PlanProblem("collective", rank, position, action, text, fix)
 
 
 def _unsafe_reductions(
@@ -173,9 +171,9 @@ def _unsafe_reductions(
             f"{stages[reached - 1]}; two replicas could wait for each other in these "
             "reductions"
         )
-        remedy = "place reductions with lower_plan"
+        fix = "place reductions with lower_plan"
         action = plan.actions[rank][position]
-        yield PlanProblem("collective", rank, position, action, text, remedy)
+        yield PlanProblem("collective", rank, position, action, text, fix)
 
 
 def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
@@ -204,8 +202,8 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
             position = local[at][0] if at >= 0 else -1
             actual = plan.actions[rank][position] if at >= 0 else None
             text = f"rank {first} runs the same layers, but different actions or another order"
-            remedy = "use the actions of the first replica for all replicas"
-            yield PlanProblem("collective", rank, position, actual, text, remedy)
+            fix = "use the actions of the first replica for all replicas"
+            yield PlanProblem("collective", rank, position, actual, text, fix)
 
 
 def _turn(action: Action, book: PlanRules) -> tuple[int, int, int]:
@@ -229,9 +227,9 @@ def _channels(plan: PipelinePlan, book: PlanRules, scan: ProgramScan) -> Iterato
                     f"this is receive {index} from rank {sender}, whose send {index} is action "
                     f"{other} ({plan.actions[sender][other]})"
                 )
-                remedy = "post the receives of a channel in the order of its sends"
+                fix = "post the receives of a channel in the order of its sends"
                 action = plan.actions[receiver][position]
-                yield PlanProblem("channel", receiver, position, action, text, remedy)
+                yield PlanProblem("channel", receiver, position, action, text, fix)
                 break
 
 
@@ -251,20 +249,20 @@ def _deadlocks(
         if peer in blocked:
             _, _, at = blocked[peer]
             text += f" but is blocked in action {at} ({plan.actions[peer][at]})"
-        remedy = "change the order of these actions so that one rank can continue"
+        fix = "change the order of these actions so that one rank can continue"
         action = plan.actions[rank][position]
-        yield PlanProblem("deadlock", rank, position, action, text, remedy)
+        yield PlanProblem("deadlock", rank, position, action, text, fix)
 
 
 def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Yield recomputation modes of tasks without a backward pass, or with a wrong layer count."""
     layout = plan.graph.layout
-    remedy = "tune the layers of the plan that will run"
+    fix = "tune the layers of the plan that will run"
     tasks = set(plan.graph.tasks()) if plan.recompute else set()
     for task, modes in plan.recompute.items():
         if task not in tasks:
             yield PlanProblem(
-                "recompute", 0, -1, None, f"{task} has a choice but is not a task", remedy
+                "recompute", 0, -1, None, f"{task} has a choice but is not a task", fix
             )
             continue
         stage = layout.stages[task.stage]
@@ -279,4 +277,4 @@ def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
             rank = plan.graph.rank(task)
             action = Action(ActionType.F, *task)
             position = _position(plan, rank, action)
-            yield PlanProblem("recompute", rank, position, action, text, remedy)
+            yield PlanProblem("recompute", rank, position, action, text, fix)

@@ -124,16 +124,16 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
 def _check_record(record: ActionRecord, layout: StageLayout) -> None:
     """Raise a ValueError if a record would make sums meaningless."""
     if not 0 <= record.rank < layout.rank_count:
-        remedy = f"the layout has ranks 0..{layout.rank_count - 1}; use the layout of the same step"
+        fix = f"the layout has ranks 0..{layout.rank_count - 1}; use the layout of the same step"
     elif not 0 <= record.action.stage < len(layout.stages):
-        remedy = f"the layout has {len(layout.stages)} stages; use the layout of the same step"
+        fix = f"the layout has {len(layout.stages)} stages; use the layout of the same step"
     elif not 0 <= record.start_ms <= record.end_ms < float("inf"):
-        remedy = "use times since the start of the step, with end times after start times"
+        fix = "use times since the start of the step, with end times after start times"
     else:
         return
     raise ValueError(
         f"record of {record.action} on rank {record.rank}, {record.start_ms} to "
-        f"{record.end_ms} ms: {remedy}"
+        f"{record.end_ms} ms: {fix}"
     )
 
 

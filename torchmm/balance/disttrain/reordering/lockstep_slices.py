@@ -90,14 +90,14 @@ def _assign_ranks(totals_N: Float64s, members_GMR: Int64s) -> Int64s:
     loads_GR = np.zeros((groups, ranks))
     for index in range(count):
         slice_GR = members_GMR[:, index]
-        heaviest_GR = np.argsort(-totals_N[slice_GR], axis=1, kind="stable")
-        slice_GR = np.take_along_axis(slice_GR, heaviest_GR, axis=1)
-        lightest_GR = np.argsort(loads_GR, axis=1, kind="stable")
-        np.put_along_axis(places_GRM[:, :, index], lightest_GR, slice_GR, axis=1)
+        descending_GR = np.argsort(-totals_N[slice_GR], axis=1, kind="stable")
+        slice_GR = np.take_along_axis(slice_GR, descending_GR, axis=1)
+        ascending_GR = np.argsort(loads_GR, axis=1, kind="stable")
+        np.put_along_axis(places_GRM[:, :, index], ascending_GR, slice_GR, axis=1)
         np.put_along_axis(
             loads_GR,
-            lightest_GR,
-            np.take_along_axis(loads_GR, lightest_GR, axis=1) + totals_N[slice_GR],
+            ascending_GR,
+            np.take_along_axis(loads_GR, ascending_GR, axis=1) + totals_N[slice_GR],
             axis=1,
         )
     return places_GRM.reshape(groups * ranks, count)
