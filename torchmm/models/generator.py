@@ -83,7 +83,7 @@ class GeneratorModule(LayeredModule):
 
     @abstractmethod
     def dummy_inputs(self, device: torch.device) -> GeneratorInputs:
-        """Return the image for microbatches without images: `DUMMY`, without a loss."""
+        """Return the image for microbatches without images, excluded from the loss."""
 
     @abstractmethod
     def message_shapes(self) -> MessageShapes:

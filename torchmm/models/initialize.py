@@ -55,7 +55,7 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     Args:
         model: Materialized model. Parameters are plain tensors or DTensors on any device.
         seed: Seed of the run.
-        skip: Names that already have their value, e.g. from `hf_io.load_weights`.
+        skip: Names that already have their value, e.g. from `load_weights`.
     """
     layers: list[tuple[Callable[[], None], int]] = []
     for prefix, module in model.named_modality_modules():

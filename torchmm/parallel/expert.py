@@ -16,7 +16,7 @@ order. `torchmm.recipe.check_parallel` therefore rejects schedules that depend o
 replica.
 
 Experts have an unlimited capacity. A limit would drop tokens, so losses would depend on the
-parallelism degrees. The alternative of one all-gather of all tokens (`ExpertsOfRanks` in tensor
+parallelism degrees. The alternative of one all-gather of all tokens (`ShardedExperts` in tensor
 parallelism) has traffic that does not decrease with the fraction of tokens per expert.
 
 Shape legend: T tokens of this rank, K experts per token, S = T x K rows to send, R received rows, D

@@ -22,7 +22,7 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """Return the values of all ranks, by rank. Collective.
 
     One call per step exchanges all values that ranks must agree on: loss, gradient norm, stop
-    requests (`preempt`) and failed background saves.
+    requests (`StopSignal`) and failed background saves.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(values)]

@@ -28,7 +28,7 @@ class ResolvedRecipe:
         world_size: Number of devices of the run.
         llm: Parallelism degrees of the LLM. Without disaggregated modules, those of all ranks.
         units: Parallelism degrees of each disaggregated module, or empty.
-        choices: Automatic values and their reasons, as text by key (`choose_arrangement`).
+        choices: Automatic values and their reasons, as text by key (`choose_data_balancing`).
     """
 
     recipe: Recipe

@@ -9,7 +9,7 @@ PipeWeaver, section 4 (SEMU): operator costs first, then the simulation of a gra
             |  lockstep_tasks                     |
             v                                     v
     ModuleTasks (sizes of tasks) ---------> stage_costs (per stage, arrays over tasks)
-                                                  |  + FSDP2 per layer (_sharded)
+                                                  |  + FSDP2 per layer
                                                   v
     PlanCosts  compute_ms[action]      F, B, I, W of each task
                transfer_ms[message]    messages and gradients between ranks

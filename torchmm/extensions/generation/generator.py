@@ -160,7 +160,7 @@ class DitModule(GeneratorModule):
 
     @property
     def input_value_bytes(self) -> int:
-        """Bytes of a pixel and its noise. For latents, see `LatentSizes`."""
+        """Bytes of a pixel and its noise. For latents, see `AutoencoderSizes`."""
         return 1 + 4
 
     @property

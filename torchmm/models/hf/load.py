@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Private, and not in `parallel.torch_private`, which models cannot import. No public function
+# Private, and not in `parallel.torch_compat`, which models cannot import. No public function
 # returns the offset of the local part of a DTensor, which is not trivial for uneven shards.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

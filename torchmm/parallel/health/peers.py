@@ -6,7 +6,7 @@ A collective that times out does not show which rank is missing. Two mechanisms 
   few steps, and again after a failed collective.
 - A heartbeat file per rank in the run directory, with its step and phase.
 
-On CUDA, lost peers raise no errors, so the heartbeat thread stops the rank (`peer_watch`).
+On CUDA, lost peers raise no errors, so the heartbeat thread stops the rank (`watchdog`).
 Heartbeats need no network service, because checkpoints need a shared run directory anyway.
 """
 

@@ -10,7 +10,7 @@
 #
 #   F --> outbox --SEND_F--> sending   ~~ network ~~>   receiving --WAIT_F--> inbox --> F
 #   |                      (WAIT_SEND_F)                 (RECV_F)                       |
-#   | _Kept.roots                                                          _Kept.leaves |
+#   | _SavedTask.roots                                                _SavedTask.leaves |
 #   v                      (RECV_B)                    (WAIT_SEND_B)                    v
 #   B <-- inbox <--WAIT_B-- receiving  <~~ network ~~   sending <--SEND_B-- outbox <--- B
 #
@@ -302,8 +302,8 @@ class StepState:
     def _backward_input(self, action: Action) -> None:
         task = action.task
         weights = self._trainable_parameters(task.stage)
-        kept = self._saved_tasks.get(task)
-        if kept is not None and not any(leaves for _, leaves in kept.leaves):
+        saved = self._saved_tasks.get(task)
+        if saved is not None and not any(leaves for _, leaves in saved.leaves):
             return  # no stage needs gradients of the inputs, so W runs the full backward pass
         splits = self._stages[task.stage].splits_backward and supports_weight_split()
         if not weights or not splits or self._plan.recomputes(task):
@@ -311,15 +311,15 @@ class StepState:
             if weights:
                 self._weight_groups[task] = None
             return
-        kept = _pop(self._saved_tasks, task, action)
-        roots, gradients = self._roots(kept, action)
-        leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
+        saved = _pop(self._saved_tasks, task, action)
+        roots, gradients = self._roots(saved, action)
+        leaves = [leaf for _, leaves in saved.leaves for leaf in leaves]
         if roots:
             _, groups = stage_backward_input(roots, gradients, leaves, iter(weights))
             self._weight_groups[task] = groups
         else:
             self._weight_groups[task] = None
-        self._return_gradients(kept, [leaf.grad for leaf in leaves])
+        self._return_gradients(saved, [leaf.grad for leaf in leaves])
 
     def _backward_weight(self, action: Action) -> None:
         task = action.task
@@ -344,10 +344,10 @@ class StepState:
             sharding.accumulate_gradients()
 
     def _full_backward(self, task: Task, action: Action) -> None:
-        kept = _pop(self._saved_tasks, task, action)
+        saved = _pop(self._saved_tasks, task, action)
         self._offloaded_inputs.pop(task, None)  # the autograd graph references it until it has run
-        roots, gradients = self._roots(kept, action)
-        leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
+        roots, gradients = self._roots(saved, action)
+        leaves = [leaf for _, leaves in saved.leaves for leaf in leaves]
         sharding = self._stages[task.stage].sharding
         if isinstance(sharding, LayerSharding):
             sharding.before_backward()
@@ -355,27 +355,27 @@ class StepState:
             torch.autograd.backward(roots, gradients)
         if isinstance(sharding, MixedPrecision):
             sharding.accumulate_gradients()
-        self._return_gradients(kept, [leaf.grad for leaf in leaves])
+        self._return_gradients(saved, [leaf.grad for leaf in leaves])
 
-    def _roots(self, kept: _SavedTask, action: Action) -> tuple[list[Any], list[Tensor]]:
+    def _roots(self, saved: _SavedTask, action: Action) -> tuple[list[Any], list[Tensor]]:
         """Return the roots of a backward pass, and the gradients that were received for them."""
         roots: list[Root] = []
         gradients: list[Tensor] = []
-        for message, message_roots in (root for root in kept.roots if root[1]):
+        for message, message_roots in (root for root in saved.roots if root[1]):
             arrived = _pop(self._backward_buffers.inbox, message, action)
             for root, gradient in zip(message_roots, arrived, strict=True):
                 if root is not None:
                     roots.append(root)
                     gradients.append(gradient)
-        if kept.loss is not None and kept.loss.requires_grad:
-            roots.append(kept.loss)
-            gradients.append(torch.full_like(kept.loss, self._loss_scales[action.stage]))
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            gradients.append(torch.full_like(saved.loss, self._loss_scales[action.stage]))
         return roots, gradients
 
-    def _return_gradients(self, kept: _SavedTask, gradients: Sequence[Tensor | None]) -> None:
+    def _return_gradients(self, saved: _SavedTask, gradients: Sequence[Tensor | None]) -> None:
         """Pass the gradients of the inputs of a task to their producers."""
         remaining = iter(gradients)
-        for message, leaves in kept.leaves:
+        for message, leaves in saved.leaves:
             pairs = [(next(remaining), leaf) for leaf in leaves]
             returned = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
             same_rank = message.source in self._local_stages or self._is_local(

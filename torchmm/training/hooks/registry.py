@@ -29,7 +29,7 @@ HOOKS: Sequence[Entry] = (
 )
 """Hooks of the core, in execution order.
 
-The argument of `is_used` is the `Resolved` recipe, and its result is identical on all ranks.
+The argument of `is_used` is the `ResolvedRecipe`, and its result is identical on all ranks.
 Modules of unused hooks are not imported.
 
 Hooks that measure metrics run before "recording". "checkpoints" runs after all hooks that change

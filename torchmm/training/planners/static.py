@@ -87,7 +87,7 @@ class StaticPlanner(Planner):
         """
         begin_s = time.perf_counter()
         pipeline = self._pipeline
-        # Sizes of complete microbatches. `read_plan` adds those of the slices of a rank.
+        # Sizes of complete microbatches. `Pipeline.load_plan` adds those of the slices of a rank.
         specs = partial(
             message_specs, modules=pipeline.message_sizes, microbatches=metas, dtype=pipeline.dtype
         )

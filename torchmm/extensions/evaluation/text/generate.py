@@ -58,7 +58,7 @@ def generate_texts(
 
     Args:
         pipeline: Pipeline of this rank.
-        batches: Prompts of each batch, see `in_groups`.
+        batches: Prompts of each batch, see `batch_prompts`.
         tokenizer: Tokenizer of the LLM.
         mesh: Mesh of the run.
         sampling: Decoding settings.

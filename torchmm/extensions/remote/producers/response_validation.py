@@ -40,7 +40,7 @@ MAX_REASON_CHARACTERS = 10_000
 VALUE_ERRORS = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
 """Errors of reading values of a wrong type, in addition to ValueError."""
 DOWNSAMPLE_STRUCTURE = [[0, 0], [0, 0], 0, 0, [0, 0], [0, 0]]
-"""`Shrunk` as JSON."""
+"""`TileDownsample` as JSON."""
 
 
 def unpack_step(
