@@ -320,7 +320,7 @@ class EncoderModule(LayeredModule):
         return hidden
 
     def enable_cuda_graphs(self) -> None:
-        """Launch the layers as CUDA graphs from now on; see `CompileConfig.reason_against_graphs`."""
+        """Launch the layers as CUDA graphs, see `CompileConfig.reason_against_graphs`."""
         self.graphs = EncoderGraphs(
             self.name, self.layers, lambda hidden: self._run_layers(hidden, None, [])
         )

@@ -753,8 +753,8 @@ class CostModel:
     ) -> int:
         """Return the bytes of weights, gradients and optimizer states of a stage on one rank.
 
-        They are the weights and moments (`ParameterStates`), the gradients (`gradient_bytes`) and, if
-        parameters are sharded or the compute dtype is not float32, the unsharded parameters.
+        They are the weights and moments (`ParameterStates`), the gradients (`gradient_bytes`) and,
+        if parameters are sharded or the compute dtype is not float32, the unsharded parameters.
 
         Args:
             module: Complete module.
