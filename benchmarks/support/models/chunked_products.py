@@ -38,7 +38,7 @@ CUDA_PRODUCTS = [
 
 
 def product_rows(products: Products, device: torch.device, repetitions: int) -> list[Row]:
-    """Time of a product in blocks, as `RingBackend` multiplies it, against that of the full product."""
+    """Return times of a product in blocks (`RingBackend`) and of the full product."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.zeros(products.tokens, products.inputs, device=device, dtype=dtype)
     weight = x.new_zeros(products.outputs, products.inputs).t()
