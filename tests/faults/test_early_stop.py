@@ -18,6 +18,11 @@ WEIGHTS = "torchmm.training.model_build:init_weights"
 TOKENIZER = "torchmm.training.model_build:load_tokenizer"
 
 
+def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Return the command line of a run that indexes its data."""
+    return arguments(run_dir, data, data__index_cache_dir=run_dir.parent / "index", **changes)
+
+
 def wait_for_output(run: Run, rank: int, text: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while text not in run.output(rank):
@@ -50,7 +55,7 @@ def assert_stopped(run: Run, run_dir: Path, name: str, within_s: float) -> None:
 def test_early_signal_ends_blocked_start(tmp_path, real_data, train_server, blocked, number):
     run_dir = tmp_path / "run"
     env = {"BLOCKED": blocked, "BLOCKED_IN": "python"}
-    run = train_server.start(arguments(run_dir, real_data), tmp_path / "logs", script=SCRIPT, **env)
+    run = train_server.start(command(run_dir, real_data), tmp_path / "logs", script=SCRIPT, **env)
     wait_for_output(run, 0, "blocked")
     run.kill(0, number)
     run.kill(0, signal.SIGTERM)  # launchers often send two
@@ -60,7 +65,7 @@ def test_early_signal_ends_blocked_start(tmp_path, real_data, train_server, bloc
 def test_early_signal_ends_blocked_c_code(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     env = {"BLOCKED": MEASURING, "BLOCKED_IN": "c"}
-    run = train_server.start(arguments(run_dir, real_data), tmp_path / "logs", script=SCRIPT, **env)
+    run = train_server.start(command(run_dir, real_data), tmp_path / "logs", script=SCRIPT, **env)
     wait_for_output(run, 0, "blocked")
     time.sleep(0.5)
     run.kill(0, signal.SIGTERM)
@@ -70,8 +75,9 @@ def test_early_signal_ends_blocked_c_code(tmp_path, real_data, train_server):
 def test_early_signal_ends_waiting_peers(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     env = {"BLOCKED": WEIGHTS, "BLOCKED_IN": "python", "BLOCKED_RANK": "1"}
-    command = arguments(run_dir, real_data)
-    run = train_server.start(command, tmp_path / "logs", ranks=2, script=SCRIPT, **env)
+    run = train_server.start(
+        command(run_dir, real_data), tmp_path / "logs", ranks=2, script=SCRIPT, **env
+    )
     wait_for_output(run, 1, "blocked")
     time.sleep(2)  # rank 0 is in a collective by then
     for rank in range(2):
@@ -85,7 +91,7 @@ def test_early_signal_ends_measuring_workers(tmp_path, train_server, real_data):
     lines = (json.dumps({"text": f"number {k} " * 200}) for k in range(30_000))
     texts.write_text("\n".join(lines))
     changes = {"data__workers": 2, "data__sources": f'[{{path="{texts}", name="texts"}}]'}
-    run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
+    run = train_server.start(command(run_dir, real_data, **changes), tmp_path / "logs")
     wait_for_output(run, 0, "indexing source texts")
     run.kill(0, signal.SIGTERM)
     assert_stopped(run, run_dir, "SIGTERM", EXIT_GRACE_S - 2)
