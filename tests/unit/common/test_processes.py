@@ -43,15 +43,21 @@ def test_forked_process_exits_with_worker():
     assert result.returncode == 0
 
 
+def wait_for_state(pid: int, text: str) -> None:
+    """Wait until the process has a state. A process can wait for a disk when it starts."""
+    deadline = time.monotonic() + 10
+    while (state := describe_state(pid)) != text:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.01)
+
+
 def test_state_names_stopped_process():
+    assert describe_state(None) == ""
     process = subprocess.Popen(["sleep", "60"])
     try:
-        assert describe_state(process.pid) == describe_state(None) == ""
+        wait_for_state(process.pid, "")
         os.kill(process.pid, signal.SIGSTOP)
-        end = time.monotonic() + 10
-        while not describe_state(process.pid) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert describe_state(process.pid) == ", stopped"
+        wait_for_state(process.pid, ", stopped")
     finally:
         process.kill()
         process.wait()
