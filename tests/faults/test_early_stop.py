@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_recipe import arguments
+from tiny_recipe import arguments, new_index
 from train_server import Run
 
 from torchmm.training.shutdown import EXIT_GRACE_S, read_status
@@ -20,7 +20,7 @@ TOKENIZER = "torchmm.training.model_build:load_tokenizer"
 
 def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
     """Return the command line of a run that indexes its data."""
-    return arguments(run_dir, data, data__index_cache_dir=run_dir.parent / "index", **changes)
+    return arguments(run_dir, data, **new_index(run_dir), **changes)
 
 
 def wait_for_output(run: Run, rank: int, text: str, timeout_s: float = 60) -> None:
@@ -38,7 +38,7 @@ def assert_stopped(run: Run, run_dir: Path, name: str, within_s: float) -> None:
     status = read_status(run_dir)
     assert (status.state, status.exit_code, status.step) == ("preempted", 75, 0)
     assert status.message == f"stopped by {name} before the first step; no checkpoint is required"
-    output = "".join(run.output(rank) for rank in range(len(codes)))
+    output = run.outputs()
     assert "Traceback" not in output, output
 
 

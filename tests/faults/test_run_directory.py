@@ -54,7 +54,7 @@ def test_second_run_in_directory_changes_nothing(
     command = arguments(live_run, real_data, **changes)
     run = train_server.start(command, tmp_path / "logs", ranks, script=SHORT_RETRY)
     codes = run.wait()
-    output = "".join(run.output(rank) for rank in range(ranks))
+    output = run.outputs()
     assert codes == [2 if is_invalid else 4] * ranks, output
     assert "Traceback" not in output
     if not is_invalid:
@@ -137,7 +137,7 @@ def test_read_only_output_directory_is_rejected(disk, tmp_path, real_data, train
     disk("ro")
     run = train_server.start(arguments(run_dir, real_data), tmp_path / "logs", ranks)
     codes = run.wait()
-    output = "".join(run.output(rank) for rank in range(ranks))
+    output = run.outputs()
     assert codes == [2] * ranks and "Traceback" not in output, output
     assert f"output_dir = '{run_dir.parent}': cannot write {run_dir}" in output
     assert "Read-only file system or permission denied; use a writable directory" in output

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_harness import Job
 from object_server import SECRET, ObjectServer
-from tiny_recipe import arguments, records, weights
+from tiny_recipe import arguments, new_index, records, weights
 from train_server import TRAIN, TrainServer
 
 from torchmm.extensions.remote.storage.remote_files import RemoteFileSystem
@@ -50,8 +50,8 @@ def reference(train_server, real_data, tmp_path_factory) -> Path:
 
 
 def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
-    index = run_dir.parent / "index"  # has the cache of remote files
-    text = arguments(run_dir, data, **{**OPTIONS, "data__index_cache_dir": index, **changes})
+    # The directory of the index has the cache of remote files.
+    text = arguments(run_dir, data, **{**OPTIONS, **new_index(run_dir), **changes})
     return [part.replace(f"{data}/tuxpaint_stamps", SETS) for part in text]
 
 

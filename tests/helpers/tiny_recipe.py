@@ -68,6 +68,11 @@ def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
     return sources + [f"{key}={value}" for key, value in values.items()]
 
 
+def new_index(run_dir: Path) -> dict[str, object]:
+    """Return changes for a run that indexes its data, instead of reading the shared index."""
+    return {"data__index_cache_dir": run_dir.parent / "index"}
+
+
 def tiny_recipe(run_dir: Path, data: Path, world_size: int = 1, **changes: object) -> Recipe:
     """Return the recipe."""
     return load_recipe(QUICKSTART, overrides(run_dir, data, **changes), world_size).recipe

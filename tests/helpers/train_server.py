@@ -106,6 +106,10 @@ class Run:
         """Return the stdout and stderr of a rank so far."""
         return self.logs[rank].read_text(errors="replace")
 
+    def outputs(self) -> str:
+        """Return the stdout and stderr of all ranks so far, in rank order."""
+        return "".join(map(self.output, range(len(self.logs))))
+
 
 class TrainServer:
     """The server process. It ends with its owner, and ends all its children.
@@ -199,7 +203,7 @@ class TrainServer:
         If several ranks raise the same error, any one of them reports it.
         """
         run = self.start(arguments, log_dir, ranks, **options)
-        return run.wait(), "".join(run.output(rank) for rank in range(ranks))
+        return run.wait(), run.outputs()
 
 
 @functools.cache

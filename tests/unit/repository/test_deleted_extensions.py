@@ -17,7 +17,7 @@ from test_structure import (
     short,
     torchmm_imports,
 )
-from tiny_recipe import QUICKSTART, arguments, records
+from tiny_recipe import QUICKSTART, arguments, new_index, records
 
 EXTENSIONS = [
     "balance",
@@ -125,8 +125,7 @@ def run_python(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def train_losses(copy: Path, run_dir: Path, data: Path, modules: list[str]) -> list[float]:
     """Import modules, train two steps in the same process, and return the losses."""
-    changes = {"training__steps": 2, "data__index_cache_dir": run_dir.parent / "index"}
-    command = arguments(run_dir, data, **changes)
+    command = arguments(run_dir, data, training__steps=2, **new_index(run_dir))
     command[command.index(str(QUICKSTART))] = str(copy / QUICKSTART.relative_to(ROOT))
     result = run_python(copy, "-c", IMPORT_ALL, " ".join(modules), *command)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -89,7 +89,7 @@ class SimulatedGeneration(Section):
 
 
 class SimulatedSequences(Section):
-    """Type of packed sequences. Several [[simulation.sequences]] tables are a mixture."""
+    """Type of packed sequences. Add several [[simulation.sequences]] tables for a mixture."""
 
     weight: float = Field(default=1.0, gt=0)
     """Sampling weight of this type."""
